@@ -1,0 +1,1 @@
+"""Pretraining recipes for sparse language models: from one typed description to a training run."""

@@ -1,0 +1,251 @@
+"""The description of a run: one dataclass per configuration group, the unit of every field beside it.
+
+Hydra composes YAML groups and command-line overrides into these schemas (`recipes/pretrain.py`); `recipes/validation.py`
+then checks the fields against each other. Nothing here imports torch, so that a mistake is answered at once.
+Where megatron-core or DeepSpeed have a name for something, it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Resume(enum.Enum):
+    """What to do with a run folder that exists: refuse it, or go on from its newest complete checkpoint."""
+
+    never = "never"
+    auto = "auto"
+
+
+class Precision(enum.Enum):
+    """Type of weights and activations; masters, moments, norms and losses are fp32 in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Normalization(enum.Enum):
+    """Normalisation before attention, before the feed-forward part and before the head."""
+
+    RMSNorm = "RMSNorm"
+    LayerNorm = "LayerNorm"
+
+
+class Activation(enum.Enum):
+    """Feed-forward form: gated SiLU (three matrices) or GELU (two matrices)."""
+
+    swiglu = "swiglu"
+    gelu = "gelu"
+
+
+class TransformerImpl(enum.Enum):
+    """Layer specification: plain torch, Transformer Engine, or the latter wherever it can run."""
+
+    auto = "auto"
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
+class OptimizerName(enum.Enum):
+    """AdamW for training; SGD makes an update proportional to the gradient, for comparing layouts."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class DecayStyle(enum.Enum):
+    """How the learning rate falls after warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"
+
+
+class WandbMode(enum.Enum):
+    """Weights & Biases: files in the run folder only, live upload, or not at all."""
+
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass
+class RunConfig:
+    """Where the run lives and what it starts from."""
+
+    name: str = "pretrain"  # shown in logs; part of the default run folder
+    dir: str | None = None  # run folder, relative to the launch directory; null: outputs/<name>-<date>-<time>
+    seed: int = 1234  # of initial weights, data order and dropout
+    resume: Resume = Resume.never
+
+
+@dataclass
+class TrainConfig:
+    """The amount of training, the batch, evaluation, and what counts as a bad step."""
+
+    steps: int = 1000  # optimizer steps
+    micro_batch_size: int = 8  # sequences per forward pass and data-parallel rank
+    global_batch_size: int = 16  # sequences per optimizer step over all data-parallel ranks
+    precision: Precision = Precision.fp32
+    eval_interval: int = 0  # steps between evaluations; 0: only after the last step
+    eval_samples: int = 64  # validation sequences per domain; 0: no evaluation
+    spike_factor: float = 0.0  # skip a step whose gradient norm exceeds this multiple of the recent median; 0: never
+    spike_window: int = 64  # accepted steps in that median; the test starts when half of them are known
+    max_skipped_steps: int = 20  # consecutive skipped steps (non-finite or spikes) that end the run
+
+
+@dataclass
+class ModelConfig:
+    """A decoder-only Transformer, in megatron-core's field names."""
+
+    num_layers: int = 4  # Transformer blocks
+    hidden_size: int = 128  # width of the residual stream
+    ffn_hidden_size: int | None = (
+        None  # feed-forward width; null: 4 x hidden (gelu) or 8/3 x hidden up to a multiple of 64
+    )
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None  # key/value heads; null: as many as attention heads
+    kv_channels: int | None = None  # width of one head; null: hidden_size / num_attention_heads
+    seq_length: int = 128  # tokens per sequence
+    vocab_size: int | None = None  # token ids, unpadded; null: the tokenizer's
+    make_vocab_size_divisible_by: int = 128  # rows of the embedding are padded up to a multiple of this
+    share_embeddings_and_output_weights: bool = True
+    normalization: Normalization = Normalization.RMSNorm
+    layernorm_epsilon: float = 1e-5
+    activation: Activation = Activation.swiglu
+    add_bias_linear: bool = False  # biases in all linear layers of the blocks
+    add_qkv_bias: bool = False  # biases in the query, key and value projections only
+    qk_layernorm: bool = False  # normalise queries and keys per head
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0  # share of each head's width that rotates
+    hidden_dropout: float = 0.0  # probability
+    attention_dropout: float = 0.0  # probability
+    init_method_std: float = (
+        0.02  # of initial weights; matrices that write to the residual stream: / sqrt(2 num_layers)
+    )
+    transformer_impl: TransformerImpl = TransformerImpl.auto
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    data_parallel_size: int | None = None  # ranks; null: as many as the launcher starts
+
+
+@dataclass
+class ZeroConfig:
+    """DeepSpeed ZeRO: what is divided over the data-parallel ranks."""
+
+    stage: int = 1  # 0: nothing, 1: optimizer states, 2: also gradients
+    reduce_bucket_size: int = 50_000_000  # elements reduced at once
+    allgather_bucket_size: int = 50_000_000  # elements gathered at once
+    overlap_comm: bool = False  # reduce gradients during the backward pass (CUDA)
+    offload_optimizer: bool = False  # keep optimizer states in host memory and update there
+
+
+@dataclass
+class DeepSpeedConfig:
+    """Anything else for DeepSpeed."""
+
+    extra: dict[str, Any] = field(default_factory=dict)  # merged into DeepSpeed's configuration
+
+
+@dataclass
+class DataConfig:
+    """Indexed text and how it becomes samples."""
+
+    path: str = "data/laptop"  # folder written by tools.index, relative to the launch directory
+    domain_weights: dict[str, float] = field(default_factory=dict)  # share of samples; {}: in proportion to tokens
+    wrap: bool = True  # start again when a domain is used up; false: refuse to start with too few samples
+    reset_position_ids: bool = False  # positions start at 0 after each end-of-document token
+    reset_attention_mask: bool = False  # tokens attend within their own document only
+    eod_mask_loss: bool = False  # the prediction made at an end-of-document token does not count
+
+
+@dataclass
+class OptimizerConfig:
+    """Update rule."""
+
+    name: OptimizerName = OptimizerName.adamw
+    lr: float = 3e-3  # peak learning rate
+    min_lr: float = 3e-4  # learning rate at the end of the decay
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0  # bound on the global gradient norm; 0: no clipping
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of the step alone."""
+
+    lr_decay_style: DecayStyle = DecayStyle.cosine
+    lr_warmup_steps: int = 50  # linear from 0
+    lr_decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
+    wsd_decay_steps: int = 0  # length of the final decay of wsd; ignored by the others
+
+
+@dataclass
+class CheckpointConfig:
+    """When training state is written, and which is read."""
+
+    save_interval: int = 0  # steps between checkpoints; 0: only after the last step
+    save_final: bool = True  # write one after the last step
+    keep: int = 2  # newest checkpoints kept
+    load_step: int | None = None  # with run.resume=auto: exactly this one; null: the newest complete one
+    override_schedule: bool = False  # resume although the steps or the schedule differ from the checkpoint's
+
+
+@dataclass
+class TelemetryConfig:
+    """What is recorded."""
+
+    log_interval: int = 10  # steps between progress lines when the output is not a terminal
+    profile_steps: list[int] | None = None  # [first, last] step of a torch profiler trace
+    wandb_mode: WandbMode = WandbMode.offline
+    wandb_project: str = "sparse-pretraining"
+    wandb_entity: str | None = None
+    wandb_group: str | None = None
+
+
+@dataclass
+class Config:
+    """The whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+
+def to_plain(config: Any) -> Any:
+    """The config as plain dicts, lists, numbers and strings (enums by name): what YAML and JSON hold."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, enum.Enum):
+        return config.name
+    if isinstance(config, dict):
+        return {key: to_plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_plain(value) for value in config]
+    return config
+
+
+def config_hash(config: Config) -> str:
+    """Hex digest by which ranks make sure that they run the same description."""
+    return hashlib.sha256(json.dumps(to_plain(config), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,207 @@
+"""Logical tensors: what the weights are called, independent of how ranks and fused matrices hold them.
+
+`logical_tensors` lists the tensors of a model description (name, shape, initial distribution, decay) without building it.
+`registry` finds, for each local parameter of a built model, the pieces of logical tensors inside it; a piece can be read and
+written. Initialisation, checkpoints, gradient comparison and the size planner all go through these two.
+
+    embedding.weight [V, H]      layers.0.attention.{q,k,v,out}.weight      layers.0.ffn.{gate,up,down}.weight
+    final_norm.weight [H]        layers.0.attention.{q_norm,k_norm}.weight  layers.0.{attention,ffn}_norm.weight
+    head.weight [V, H] (untied)
+
+V is the true vocabulary: padding rows belong to no logical tensor. Matrices are [out, in].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from recipes.config import Activation, ModelConfig, Normalization
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One tensor of the model. `init` is the value of a constant start, or None for a normal one of deviation `std`."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float = 0.0
+    init: float | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def weight_decay(self) -> bool:
+        """Matrices decay; norms and biases do not."""
+        return len(self.shape) > 1
+
+
+def head_width(model: ModelConfig) -> int:
+    """Channels of one attention head."""
+    return model.kv_channels or model.hidden_size // model.num_attention_heads
+
+
+def num_kv_heads(model: ModelConfig) -> int:
+    """Key/value heads."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def ffn_width(model: ModelConfig) -> int:
+    """Feed-forward width; the default keeps the size of a 4 x hidden GELU block (Shazeer 2020, arXiv 2002.05202, sec. 3)."""
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if model.activation is Activation.gelu:
+        return 4 * model.hidden_size
+    return math.ceil(8 * model.hidden_size / 3 / 64) * 64
+
+
+def logical_tensors(model: ModelConfig) -> dict[str, LogicalTensor]:
+    """Every logical tensor of the model by name, in forward order. `model.vocab_size` must be known."""
+    assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
+    tensors = [LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)]
+    for layer in range(model.num_layers):
+        tensors += _block_tensors(model, f"layers.{layer}")
+    tensors += _norm_tensors(model, "final_norm", model.hidden_size)
+    if not model.share_embeddings_and_output_weights:
+        tensors.append(LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std))
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _norm_tensors(model: ModelConfig, name: str, width: int) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(f"{name}.weight", (width,), init=1.0)
+    if model.normalization is Normalization.LayerNorm:
+        yield LogicalTensor(f"{name}.bias", (width,), init=0.0)
+
+
+def _linear_tensors(name: str, out_width: int, in_width: int, std: float, bias: bool) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(f"{name}.weight", (out_width, in_width), std=std)
+    if bias:
+        yield LogicalTensor(f"{name}.bias", (out_width,), init=0.0)
+
+
+def _block_tensors(model: ModelConfig, prefix: str) -> Iterator[LogicalTensor]:
+    hidden, width = model.hidden_size, head_width(model)
+    query, kv, ffn = width * model.num_attention_heads, width * num_kv_heads(model), ffn_width(model)
+    std, bias = model.init_method_std, model.add_bias_linear
+    residual_std = std / math.sqrt(2 * model.num_layers)  # GPT-2 (Radford et al. 2019), sec. 2.3
+    yield from _norm_tensors(model, f"{prefix}.attention_norm", hidden)
+    for name, out_width in (("q", query), ("k", kv), ("v", kv)):
+        yield from _linear_tensors(f"{prefix}.attention.{name}", out_width, hidden, std, bias or model.add_qkv_bias)
+    if model.qk_layernorm:
+        yield from _norm_tensors(model, f"{prefix}.attention.q_norm", width)
+        yield from _norm_tensors(model, f"{prefix}.attention.k_norm", width)
+    yield from _linear_tensors(f"{prefix}.attention.out", hidden, query, residual_std, bias)
+    yield from _norm_tensors(model, f"{prefix}.ffn_norm", hidden)
+    for name in ("gate", "up") if model.activation is Activation.swiglu else ("up",):
+        yield from _linear_tensors(f"{prefix}.ffn.{name}", ffn, hidden, std, bias)
+    yield from _linear_tensors(f"{prefix}.ffn.down", hidden, ffn, residual_std, bias)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a local parameter that belongs to one logical tensor: `local.view(view).narrow(dim, start, length)`.
+
+    `offsets` place it in the logical tensor; its own logical shape is `shape`.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dim: int
+    start: int
+    length: int
+
+    def window(self, local: torch.Tensor) -> torch.Tensor:
+        """A view of the piece inside a tensor shaped like the local parameter (weight, gradient or moment)."""
+        return local.view(self.view).narrow(self.dim, self.start, self.length)
+
+    def read(self, local: torch.Tensor) -> torch.Tensor:
+        """The piece in its logical shape."""
+        return self.window(local).reshape(self.shape)
+
+    def write(self, local: torch.Tensor, value: torch.Tensor) -> None:
+        """Overwrite the piece by a value in its logical shape."""
+        window = self.window(local)
+        window.copy_(value.reshape(window.shape))
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter of the built model and the logical pieces that it holds."""
+
+    name: str
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]
+
+
+def _whole(tensor: LogicalTensor) -> Piece:
+    return _rows(tensor, tensor.shape, 0, 0, tensor.shape[0])
+
+
+def _rows(tensor: LogicalTensor, view: tuple[int, ...], dim: int, start: int, length: int) -> Piece:
+    return Piece(tensor.name, tensor.shape, (0,) * len(tensor.shape), tensor.shape, view, dim, start, length)
+
+
+# megatron-core's parameter names within a block, and the logical tensor that each holds whole.
+_BLOCK_NAMES = {
+    "input_layernorm": "attention_norm",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.linear_proj": "attention.out",
+    "pre_mlp_layernorm": "ffn_norm",
+    "mlp.linear_fc2": "ffn.down",
+    # Transformer Engine fuses each norm into the linear layer behind it.
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "mlp.linear_fc1.layer_norm": "ffn_norm",
+}
+
+
+def block_pieces(model: ModelConfig, layer: int, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Pieces of the block parameter called `name` by megatron-core in global layer `layer`; `shape` is its local shape."""
+    tensors = {t.name: t for t in _block_tensors(model, f"layers.{layer}")}
+    module, kind = name.rsplit(".", 1)
+    if kind.startswith("layer_norm_"):  # TELayerNormColumnParallelLinear: layer_norm_weight, layer_norm_bias
+        module, kind = f"{module}.layer_norm", kind.removeprefix("layer_norm_")
+
+    def tensor(short: str) -> LogicalTensor:
+        return tensors[f"layers.{layer}.{short}.{kind}"]
+
+    if module == "self_attention.linear_qkv":  # one block of rows per query group: its queries, one key, one value
+        groups, width = num_kv_heads(model), head_width(model)
+        queries = model.num_attention_heads // groups
+        view = (groups, queries + 2, width, *shape[1:])
+        spans = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
+        return tuple(_rows(tensor(f"attention.{part}"), view, 1, *span) for part, span in spans.items())
+    if module == "mlp.linear_fc1":
+        if model.activation is Activation.gelu:
+            return (_whole(tensor("ffn.up")),)
+        view = (2, shape[0] // 2, *shape[1:])
+        return _rows(tensor("ffn.gate"), view, 0, 0, 1), _rows(tensor("ffn.up"), view, 0, 1, 1)
+    return (_whole(tensor(_BLOCK_NAMES[module])),)
+
+
+def vocabulary_piece(tensor: LogicalTensor, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The piece of an embedding or head whose rows are padded to `shape[0]`."""
+    return (_rows(tensor, shape, 0, 0, tensor.shape[0]),)
+
+
+def initial_value(tensor: LogicalTensor, seed: int) -> torch.Tensor:
+    """The fp32 start of a logical tensor: a function of (seed, name, shape) only, so that no layout changes it."""
+    import torch
+
+    if tensor.init is not None:
+        return torch.full(tensor.shape, tensor.init)
+    digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.empty(tensor.shape).normal_(0.0, tensor.std, generator=generator)
