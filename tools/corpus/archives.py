@@ -11,7 +11,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -46,12 +46,14 @@ def read_members(path: Path, pattern: str = "") -> Iterator[Member]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of a folder's ``.py`` files."""
-    if not path.is_dir():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def members_sha256(members: Iterable[Member]) -> str:
+    """SHA-256 over names and contents, for inputs that are no single file."""
     digest = hashlib.sha256()
-    for name, content in read_members(path):
+    for name, content in members:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 

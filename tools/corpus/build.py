@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools.corpus.archives import file_sha256, read_members
+from tools.corpus.archives import file_sha256, members_sha256, read_members
 from tools.corpus.clean import Document, clean_documents, take_bytes
 from tools.corpus.fetch import UnavailableError, fetch
 from tools.corpus.readers import READERS
-from tools.corpus.table import Domain, Package, Part, Table
+from tools.corpus.table import Domain, Part, Table
 
 FORMAT = 1  # raise it when readers or cleaning change, so that no older file passes for a finished one
 DEFAULT_MAX_BYTES = 4_000_000
@@ -25,11 +25,19 @@ Record = dict[str, Any]
 OnBytes = Callable[[int], None]
 
 
+class Input(NamedTuple):
+    """One part of a domain, where its package lies on this machine, and the SHA-256 of what is read from it."""
+
+    part: Part
+    path: Path
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a domain is made of on this machine; ``missing`` says why it is the fallback (empty: it is not)."""
 
-    parts: tuple[tuple[Part, Path], ...]
+    parts: tuple[Input, ...]
     missing: str = ""
 
 
@@ -84,17 +92,21 @@ def build_corpus(
 def resolve(domain: Domain, cache: Path, offline: bool) -> Inputs:
     """Fetch the parts of a domain, or those of its fallback where one of them cannot be had."""
     try:
-        return Inputs(tuple((part, fetch(part.package, cache, offline)) for part in domain.parts))
+        return Inputs(tuple(_input(part, cache, offline) for part in domain.parts))
     except UnavailableError as error:
         if not domain.fallback:
             raise
-        parts = tuple((part, fetch(part.package, cache, offline)) for part in domain.fallback)
-        return Inputs(parts, missing=str(error))
+        return Inputs(tuple(_input(part, cache, offline) for part in domain.fallback), missing=str(error))
+
+
+def _input(part: Part, cache: Path, offline: bool) -> Input:
+    path = fetch(part.package, cache, offline)
+    return Input(part, path, part.package.sha256 or members_sha256(read_members(path, part.members)))
 
 
 def read_documents(inputs: Inputs) -> Iterator[Document]:
     """The raw documents of all parts, in order."""
-    for part, path in inputs.parts:
+    for part, path, _ in inputs.parts:
         members = read_members(path, part.members)
         for place, text in READERS[part.reader](members, **part.options):
             yield Document(text, f"{part.package.pin}:{place}")
@@ -102,7 +114,7 @@ def read_documents(inputs: Inputs) -> Iterator[Document]:
 
 def _fingerprint(domain: Domain, inputs: Inputs, max_bytes: int | None) -> str:
     """SHA-256 over all that decides the bytes of a domain's file."""
-    parts = [(asdict(part), file_sha256(path)) for part, path in inputs.parts]
+    parts = [(asdict(part), sha256) for part, _, sha256 in inputs.parts]
     return hashlib.sha256(json.dumps([FORMAT, domain.kind, parts, max_bytes], sort_keys=True).encode()).hexdigest()
 
 
@@ -137,25 +149,14 @@ def _write_documents(path: Path, domain: Domain, inputs: Inputs, max_bytes: int 
 
 
 def _describe(domain: Domain, inputs: Inputs, max_bytes: int | None) -> Record:
-    packages = {part.package: path for part, path in inputs.parts}
+    packages = {part.package: sha256 for part, _, sha256 in inputs.parts}
     return {
         "description": domain.fallback_description if inputs.missing else domain.description,
         "fallback": bool(inputs.missing),
         **({"fallback_reason": inputs.missing} if inputs.missing else {}),
         "licence": "; ".join(dict.fromkeys(package.licence for package in packages)),
         "max_bytes": max_bytes,
-        "inputs": [_describe_input(package, path) for package, path in packages.items()],
-    }
-
-
-def _describe_input(package: Package, path: Path) -> Record:
-    return {
-        "package": package.pin,
-        "client": package.client,
-        "file": package.file,
-        "sha256": file_sha256(path),
-        "licence": package.licence,
-        "attribution": package.attribution,
+        "inputs": [{**asdict(package), "sha256": sha256} for package, sha256 in packages.items()],
     }
 
 

@@ -1,8 +1,9 @@
 """The table of sources: which packages hold which text, their licences, versions and checksums."""
 
 import json
+import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ class Package:
     """One input.
 
     ``client`` says where it comes from: ``pip``, ``apt`` or ``npm`` (a downloaded archive), ``committed`` (a text file
-    of this repository) or ``interpreter`` (the standard library of the running Python). Only ``interpreter`` has no
-    fixed version, file name and SHA-256.
+    of this repository) or ``interpreter`` (the standard library of the running Python, whose version it takes; it alone
+    has no file name and no SHA-256).
     """
 
     name: str
@@ -71,6 +72,8 @@ def load_table(path: Path = TABLE_PATH) -> Table:
     """Read the table of sources."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     packages = {name: Package(name=name, **spec) for name, spec in raw["packages"].items()}
+    for package in [package for package in packages.values() if package.client == "interpreter"]:
+        packages[package.name] = replace(package, version=platform.python_version())
 
     def parts(specs: list[dict[str, Any]]) -> tuple[Part, ...]:
         return tuple(Part(**{**spec, "package": packages[spec["package"]]}) for spec in specs)
