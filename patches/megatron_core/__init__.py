@@ -1,0 +1,1 @@
+"""Defects of megatron-core, all of them for machines without CUDA."""
