@@ -17,7 +17,7 @@ from recipes.data.tokenizer import Tokenizer
 SPLITS = ("train", "valid", "test")
 MANIFEST = "dataset.json"
 FORMAT_VERSION = 1
-_AGAIN = "index the data again with `python -m tools.index`"
+_AGAIN = "index the data again with `python -m tools.index --overwrite`"
 
 
 @dataclass(frozen=True)

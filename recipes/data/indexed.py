@@ -5,8 +5,10 @@
 """
 
 import struct
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -53,6 +55,14 @@ def read_header(prefix: str | Path) -> IndexHeader:
     return IndexHeader(dtype, num_boundaries - 1, num_tokens)
 
 
+def megatron_indexed_dataset() -> ModuleType:
+    """`megatron.core.datasets.indexed_dataset`, imported late and without its remarks on missing kernels."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
 def num_windows(num_tokens: int, seq_length: int) -> int:
     """Samples of seq_length + 1 ids that one pass over `num_tokens` ids holds; neighbours share one id.
 
@@ -93,9 +103,9 @@ class IndexedSource:
         if header.num_tokens == 0:  # an empty file cannot be mapped
             self.ids, self.offsets = np.zeros(0, header.dtype), np.zeros(1, np.int64)
             return
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        self._dataset = IndexedDataset(str(prefix), mmap=True)  # owns the mapping that `ids` looks into
+        self._dataset = megatron_indexed_dataset().IndexedDataset(
+            str(prefix), mmap=True
+        )  # owns the mapping that `ids` looks into
         self.ids = self._dataset.bin_reader.read(dtype=header.dtype, count=header.num_tokens, offset=0)
         self.offsets = document_offsets(self._dataset.sequence_lengths, self._dataset.document_indices)
         if self.offsets[-1] != header.num_tokens or np.any(np.diff(self.offsets) < 0):

@@ -1,0 +1,319 @@
+"""Labelled text -> token files: one Megatron .bin/.idx pair per domain and split, and dataset.json.
+
+Each input file is one domain, named after the file: <domain>.jsonl, .jsonl.gz (one JSON object per line), .parquet (a
+string column) or .txt (a document ends at a blank line). Every document becomes its ids and one end-of-document id.
+
+Splits are made of whole documents, drawn by a hash of the seed and the text until each split has its share of the
+domain's characters. Equal documents go to one split, in whatever domain they are; the order of documents and the number
+of workers do not matter.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, load_dataset
+from recipes.data.documents import Report, find_domains, read_documents
+from recipes.data.indexed import megatron_indexed_dataset, narrow
+from recipes.data.tokenizer import Tokenizer, load_tokenizer
+
+# Text handed to the tokenizer at once: enough to keep its threads busy, little enough to hold in memory.
+_BATCH_CHARACTERS = 2_000_000
+_EPILOG = """examples:
+  python -m tools.index --input data/corpus --tokenizer data/tokenizer/tokenizer.model --out data/indexed
+  python -m tools.index --input books.parquet notes.txt --tokenizer tokenizer.json --split 98,1,1 --out data/mine
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What determines the output: the same options on the same files give the same bytes."""
+
+    split: tuple[float, float, float]
+    seed: int
+    text_key: str
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Three non-negative weights "train,valid,test". Raises ValueError for anything else."""
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) != len(SPLITS) or not min(parts) >= 0 or not 0 < sum(parts) < float("inf"):
+        raise ValueError(f"--split {text}: give three numbers >= 0 for train,valid,test, for example 0.96,0.02,0.02")
+    train, valid, test = parts
+    return train, valid, test
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Key (hash of seed and text, uint64) and size (characters) of each document of a domain, in file order."""
+
+    keys: np.ndarray
+    sizes: np.ndarray
+
+
+def survey(documents: Iterable[str], seed: int) -> Texts:
+    """Keys and sizes of all documents, empty ones included."""
+    salt = str(seed).encode()
+    pairs = [(hashlib.blake2b(text.encode(), digest_size=8, key=salt).digest(), len(text)) for text in documents]
+    keys = np.frombuffer(b"".join(key for key, _ in pairs), dtype="<u8")
+    return Texts(keys, np.array([size for _, size in pairs], np.int64))
+
+
+def assign_splits(domains: Mapping[str, Texts], split: tuple[float, float, float]) -> dict[str, np.ndarray]:
+    """Index into SPLITS of each document of each domain.
+
+    The documents of a domain stand in the order of their keys on a line of its characters; where a document's middle
+    falls decides, so that each share is met to within a document. A text known from an earlier domain keeps its split.
+    """
+    borders = np.array([split[0], split[0] + split[1]]) / sum(split)
+    known_keys, known_splits = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    assigned = {}
+    for name, texts in domains.items():
+        keys, inverse = np.unique(texts.keys, return_inverse=True)
+        sizes = np.bincount(inverse, weights=texts.sizes, minlength=len(keys))
+        middles = (np.cumsum(sizes) - sizes / 2) / max(1, sizes.sum())
+        splits = np.searchsorted(borders, middles, side="right")
+        _, here, there = np.intersect1d(keys, known_keys, assume_unique=True, return_indices=True)
+        splits[here] = known_splits[there]
+        known_keys, first = np.unique(np.concatenate([known_keys, keys]), return_index=True)
+        known_splits = np.concatenate([known_splits, splits])[first]
+        assigned[name] = splits[inverse]
+    return assigned
+
+
+def index(
+    inputs: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    out: Path,
+    options: Options,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    report: Report = lambda num_bytes: None,
+) -> tuple[dict[str, Any], bool]:
+    """Writes the data set and returns (contents of dataset.json, whether anything had to be done).
+
+    OUT appears at once and complete, or not at all. `report` receives the bytes read so far; each input is read
+    twice. Raises ValueError for bad input, a tokenizer without an end-of-document id, and an OUT that holds anything
+    but this very data set (or, with `overwrite`, anything but a data set).
+    """
+    domains = find_domains(inputs)
+    manifest: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": {
+            "file": tokenizer.path.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.require_eod(),
+        },
+        "options": {**asdict(options), "split": list(options.split)},
+        "inputs": {name: _identity(path) for name, path in domains.items()},
+    }
+    existing = _existing(out)
+    if existing is not None and not overwrite:
+        if any(existing.get(key) != value for key, value in manifest.items()):
+            raise ValueError(f"{out}: holds a data set of other text or options; pass --overwrite or another --out")
+        load_dataset(out)
+        return existing, False
+    surveys, done = {}, 0
+    for name, path in domains.items():
+        surveys[name] = survey(read_documents(path, options.text_key, _after(done, report)), options.seed)
+        done += path.stat().st_size
+    splits = assign_splits(surveys, options.split)
+    dtype = np.dtype(megatron_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
+    manifest |= {"dtype": dtype.name, "domains": {}}
+    with _atomic_folder(out) as folder:
+        for name, path in domains.items():
+            writer = _DomainWriter(folder, name, dtype)
+            documents = read_documents(path, options.text_key, _after(done, report))
+            for split, ids in zip(splits[name].tolist(), _encode(documents, tokenizer, workers), strict=True):
+                writer.add(SPLITS[split], ids)
+            manifest["domains"][name] = writer.finish()
+            done += path.stat().st_size
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        load_dataset(folder)
+    return manifest, True
+
+
+def _after(offset: int, report: Report) -> Report:
+    return lambda position: report(offset + position)
+
+
+def _encode(documents: Iterable[str], tokenizer: Tokenizer, workers: int) -> Iterator[np.ndarray]:
+    """Per document its ids and the EOD id, in the order given; no ids at all for an empty document."""
+    eod, nothing = np.array([tokenizer.require_eod()]), np.zeros(0, np.int64)
+    for batch in _batches(documents):
+        for ids in tokenizer.encode_batch(batch, workers):
+            yield np.concatenate([ids, eod]) if len(ids) else nothing
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _DomainWriter:
+    """The .bin/.idx pairs of one domain."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype):
+        builder = megatron_indexed_dataset().IndexedDatasetBuilder
+        self._prefixes = {split: folder / f"{name}_{split}" for split in SPLITS}
+        self._builders = {split: builder(f"{prefix}.bin", dtype=dtype.type) for split, prefix in self._prefixes.items()}
+        self._dtype, self._skipped = dtype, 0
+        self._documents: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    def add(self, split: str, ids: np.ndarray) -> None:
+        """Adds one document; one without ids is only counted."""
+        if len(ids) == 0:
+            self._skipped += 1
+            return
+        self._builders[split].add_document(narrow(ids, self._dtype), [len(ids)])
+        self._documents[split] += 1
+        self._tokens[split] += len(ids)
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the files; returns this domain's entry of dataset.json."""
+        splits = {}
+        for split, prefix in self._prefixes.items():
+            self._builders[split].finalize(f"{prefix}.idx")
+            splits[split] = {
+                "documents": self._documents[split],
+                "tokens": self._tokens[split],
+                "bytes": Path(f"{prefix}.bin").stat().st_size,
+            }
+        return {"empty_documents": self._skipped, "splits": splits}
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return {"file": path.name, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _existing(out: Path) -> dict[str, Any] | None:
+    """The manifest of the data set in `out`, None where there is nothing. Raises ValueError for anything else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    try:
+        manifest = json.loads((out / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{out}: exists and is not a data set ({error}); choose another --out") from error
+    foreign = sorted(
+        file.name for file in out.iterdir() if file.name != MANIFEST and file.suffix not in (".bin", ".idx")
+    )
+    if foreign or not isinstance(manifest, dict):
+        raise ValueError(f"{out}: holds more than a data set ({', '.join(foreign) or MANIFEST}); choose another --out")
+    return manifest
+
+
+@contextlib.contextmanager
+def _atomic_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside `out` that takes its place when the block ends well and is removed when it does not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+    partial.mkdir()
+    try:
+        yield partial
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tools.index",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders or files of text")
+    parser.add_argument("--tokenizer", required=True, metavar="PATH", help=".model, tokenizer.json or their folder")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument("--split", default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)")
+    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    parser.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that encode (default: all cores)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a data set of other text or options")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the contents of dataset.json here too")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if arguments.workers < 1:
+        raise ValueError(f"--workers {arguments.workers}: must be at least 1")
+    os.environ.setdefault("RAYON_NUM_THREADS", str(arguments.workers))  # threads of Hugging Face tokenizers
+    options = Options(parse_split(arguments.split), arguments.seed, arguments.text_key)
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    console = Console(stderr=True)
+    columns = (TextColumn("indexing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        total = 2 * sum(path.stat().st_size for path in find_domains(arguments.input).values())
+        task = progress.add_task("indexing", total=total)
+        manifest, written = index(
+            arguments.input,
+            tokenizer,
+            arguments.out,
+            options,
+            workers=arguments.workers,
+            overwrite=arguments.overwrite,
+            report=lambda position: progress.update(task, completed=position),
+        )
+    _print_summary(manifest, f"{arguments.out}: {'written' if written else 'up to date'}")
+    return manifest
+
+
+def _print_summary(manifest: dict[str, Any], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("domain", *(f"{split} tokens (documents)" for split in SPLITS), "empty", title=title)
+    for name, domain in manifest["domains"].items():
+        sizes = [f"{split['tokens']:,} ({split['documents']:,})" for split in domain["splits"].values()]
+        table.add_row(name, *sizes, str(domain["empty_documents"]))
+    Console(markup=False).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 2 on bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        manifest = _run(arguments)
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
