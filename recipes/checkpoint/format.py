@@ -122,7 +122,7 @@ def _plan(boxes: list[Box], filename: str) -> tuple[bytes, dict[str, TensorEntry
         if (dtype := DTYPE_NAMES.get(box.tensor.dtype)) is None:
             raise ValueError(f"{where}: {box.tensor.dtype} cannot be stored; the formats are {', '.join(DTYPES)}")
         check_inside(where, global_shape, offsets, shape)
-        if not key or key in header:
+        if not box.name or key in header:
             raise ValueError(f"{where}: key {key!r} is empty, reserved or twice in {filename}")
         begin, end = end, end + box.tensor.numel() * box.tensor.element_size()
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}

@@ -200,6 +200,8 @@ def check_cover(where: str, shape: Dims, boxes: tuple[StoredBox, ...]) -> None:
     total = math.prod(shape)
     if total == 0 and len(boxes) != 1:
         raise ValueError(f"{where}: an empty tensor {list(shape)} is one box, not {len(boxes)}")
+    if total > 0 and any(0 in box.shape for box in boxes):
+        raise ValueError(f"{where}: one of its boxes is empty; a rank that holds nothing of it writes no box")
     if len(boxes) > 1:
         starts = np.array([box.offsets for box in boxes], dtype=np.int64)
         ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)

@@ -1,0 +1,54 @@
+"""From a canonical checkpoint into a live engine or a bare model, under any layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recipes.checkpoint.format import Checkpoint
+from recipes.checkpoint.rng import set_rng_state
+from recipes.engine import Engine
+from recipes.logical import LocalParameter
+
+
+def load_engine(checkpoint: Checkpoint, engine: Engine) -> bool:
+    """Restore masters, moments and generators; returns whether the generators fit this number of ranks.
+
+    Raises ValueError naming the file when a file is missing or damaged, before anything is changed.
+    """
+    names = engine.state_names()
+    checkpoint.require("model", *(("optimizer",) if len(names) > 1 else ()), "rng")
+    for entry in engine.parameters:
+        engine.load_state(entry, {name: _assemble(checkpoint, entry, name) for name in names})
+    engine.set_applied_steps(checkpoint.trainer["applied_steps"])
+    if checkpoint.trainer["world_size"] != dist.get_world_size():
+        return False
+    prefix = f"rank{dist.get_rank()}/"
+    mine = [name for name in checkpoint.tensors("rng") if name.startswith(prefix)]
+    set_rng_state({name.removeprefix(prefix): checkpoint.read("rng", name) for name in mine})
+    return True
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Checkpoint, parameters: list[LocalParameter]) -> None:
+    """Copy the weights alone into the parameters of a model; needs no optimizer files."""
+    checkpoint.require("model")
+    for entry in parameters:
+        entry.parameter.copy_(_assemble(checkpoint, entry, "master"))
+
+
+def _assemble(checkpoint: Checkpoint, entry: LocalParameter, name: str) -> torch.Tensor:
+    """One state of a local parameter, fp32, put together from its logical pieces (padding stays zero)."""
+    parameter: nn.Parameter = entry.parameter
+    whole = torch.zeros(parameter.shape, dtype=torch.float32)
+    for piece in entry.pieces:
+        kind, key = ("model", piece.name) if name == "master" else ("optimizer", f"{name}/{piece.name}")
+        shape, _ = checkpoint.tensors(kind).get(key, ((), None))
+        if tuple(shape) != piece.global_shape:
+            raise ValueError(
+                f"{checkpoint.path}: {kind} tensor {key} has shape {tuple(shape)}, the model needs {piece.global_shape}; "
+                "use the model.* settings that the checkpoint was trained with"
+            )
+        piece.write(whole, checkpoint.read(kind, key, piece.offsets, piece.shape))
+    return whole.to(parameter.device)

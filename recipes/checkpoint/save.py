@@ -1,0 +1,85 @@
+"""From a live engine to a canonical checkpoint: ranks join fragments tensor by tensor and share the writing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recipes import collectives
+from recipes.checkpoint.format import Box, shard_name, write_shard
+from recipes.checkpoint.manifest import ShardRecord
+from recipes.checkpoint.rng import rng_state
+from recipes.checkpoint.rotate import begin, commit, rotate
+from recipes.engine import Engine
+from recipes.logical import Piece
+
+
+class CheckpointError(RuntimeError):
+    """The checkpoint could not be written; those before it are intact."""
+
+
+def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], keep: int, protect: list[Path]) -> Path:
+    """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+
+    Raises CheckpointError on every rank when any rank could not write.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    partial = Path(_on_rank_zero(lambda: str(begin(directory, step))))
+    records, problem = [], None
+    boxes = _owned_boxes(engine, rank, world_size)
+    boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in rng_state().items()]
+    try:
+        for kind, members in boxes.items():
+            if members:
+                records.append(write_shard(partial, shard_name(kind, rank, world_size), kind, members).to_dict())
+    except OSError as error:
+        problem = f"rank {rank}: {error}"
+    reports = collectives.gather_json({"records": records, "problem": problem})
+    problems = [report["problem"] for report in reports if report["problem"]]
+    if problems:
+        raise CheckpointError(f"{problems[0]}; the checkpoints before step {step} are intact")
+
+    def finish() -> str:
+        folder = commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer)
+        rotate(directory, keep, protect)
+        return str(folder)
+
+    return Path(_on_rank_zero(finish))
+
+
+def _on_rank_zero(action: Any) -> Any:
+    """The result of `action` on rank 0, on all ranks; an OSError there is a CheckpointError everywhere."""
+    outcome = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = {"result": action()}
+        except OSError as error:
+            outcome = {"problem": f"rank 0: {error}; the checkpoints before are intact"}
+    outcome = collectives.broadcast_json(outcome)
+    if "problem" in outcome:
+        raise CheckpointError(outcome["problem"])
+    return outcome["result"]
+
+
+def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[Box]]:
+    """The boxes that this rank writes. Every rank joins every parameter; the least loaded one keeps it."""
+    boxes: dict[str, list[Box]] = {"model": [], "optimizer": []}
+    load = [0] * world_size
+    for entry in engine.parameters:
+        owner = load.index(min(load))
+        load[owner] += entry.parameter.numel()
+        states = engine.joined_state(entry)
+        if owner != rank:
+            continue
+        for piece in entry.pieces:
+            for name, state in states.items():
+                kind, key = ("model", piece.name) if name == "master" else ("optimizer", f"{name}/{piece.name}")
+                boxes[kind].append(_box(key, piece, state))
+    return boxes
+
+
+def _box(name: str, piece: Piece, state: torch.Tensor) -> Box:
+    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float())
