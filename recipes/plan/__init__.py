@@ -1,0 +1,1 @@
+"""What a description costs, worked out without running it."""

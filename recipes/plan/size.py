@@ -1,0 +1,148 @@
+"""Parameters, FLOPs per token and bytes per rank of a description. Pure arithmetic, no torch.
+
+    logical tensors of the model -> parameters, FLOPs;  precision, optimizer, ZeRO stage, ranks -> bytes per rank
+
+FLOPs are those of forward and backward (three times the forward), a multiply-add being 2: per token, 6 for each weight
+of a matrix product, the head included and the embedding look-up not, plus 6 x layers x seq x heads x width for
+attention. That counts the causal half only; PaLM (arXiv 2204.02311, app. B) counts the full square, 12 x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from recipes.config import Config, ModelConfig, OptimizerName, Precision
+from recipes.logical import head_width, logical_tensors
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Weights of the model: tied ones once, vocabulary unpadded. Raises ValueError for an unknown vocabulary size."""
+    _require_vocabulary(model)
+    return sum(tensor.numel for tensor in logical_tensors(model).values())
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Weights that one token meets: all of them in a dense model."""
+    return total_parameters(model)
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Floating point operations of forward and backward per token of a full sequence (conventions above)."""
+    _require_vocabulary(model)
+    tensors = logical_tensors(model)
+    matrices = sum(tensor.numel for tensor in tensors.values() if len(tensor.shape) == 2)
+    if not model.share_embeddings_and_output_weights:
+        matrices -= tensors["embedding.weight"].numel  # the look-up; tied, this matrix is the head
+    attention = model.num_layers * model.seq_length * model.num_attention_heads * head_width(model)
+    return 6 * matrices + 6 * attention
+
+
+def _require_vocabulary(model: ModelConfig) -> None:
+    if model.vocab_size is None:
+        raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes that live on one rank through a whole step. `optimizer` (fp32 masters and moments) may lie in host memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
+    """Weights, gradients and optimizer states of one rank; activations and communication buffers are not counted.
+
+    What DeepSpeed 0.19 allocates: ZeRO keeps an fp32 master beside fp32 weights too; bf16 gradients are summed in fp32
+    (ZeRO-1: a whole fp32 sum beside the bf16 gradients, ZeRO-2: the rank's part of the sum), except at stage 0.
+    ZeRO-1 divides masters and moments, ZeRO-2 also gradients (Rajbhandari et al. 2020, arXiv 1910.02054, sec. 3).
+    """
+    stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
+    held = _held_elements(config.model)
+    part = math.ceil(held / data_parallel_size)
+    master = 4 if bf16 or stage else 0
+    moments = 8 if config.optimizer.name is OptimizerName.adamw else 0
+    whole_gradients = 4 if not bf16 else 2 if stage == 0 else 2 + 4
+    return RankBytes(
+        weights=held * (2 if bf16 else 4),
+        gradients=4 * part if stage == 2 else whole_gradients * held,
+        optimizer=(part if stage else held) * (master + moments),
+    )
+
+
+def _held_elements(model: ModelConfig) -> int:
+    """Elements in memory: the parameters and the rows that pad the vocabulary."""
+    total, multiple = total_parameters(model), model.make_vocab_size_divisible_by
+    assert model.vocab_size is not None
+    padding_rows = -model.vocab_size % multiple
+    return total + padding_rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
+
+
+def plan(config: Config, world_size: int) -> dict[str, Any]:
+    """The sizes of a prepared description on `world_size` data-parallel ranks, as plain values for JSON."""
+    model, train = config.model, config.train
+    tokens_per_step = train.global_batch_size * model.seq_length
+    memory = bytes_per_rank(config, world_size)
+    return {
+        "total_params": total_parameters(model),
+        "active_params": active_parameters(model),
+        "flops_per_token": flops_per_token(model),
+        "world_size": world_size,
+        "data_parallel_size": world_size,
+        "accumulation": train.global_batch_size // (train.micro_batch_size * world_size),
+        "tokens_per_step": tokens_per_step,
+        "total_tokens": tokens_per_step * train.steps,
+        "total_flops": tokens_per_step * train.steps * flops_per_token(model),
+        "bytes_per_rank": asdict(memory) | {"total": memory.total},
+    }
+
+
+def describe(config: Config, world_size: int) -> RenderableType:
+    """The plan as a table to print."""
+    from rich.table import Table
+
+    table = Table(title=f"plan of {config.run.name}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _rows(config, plan(config, world_size)).items():
+        table.add_row(name, text)
+    return table
+
+
+def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
+    model, train, memory = config.model, config.train, sizes["bytes_per_rank"]
+    where = ", in host memory" if config.zero.offload_optimizer else ""
+    return {
+        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"{model.seq_length} tokens per sequence, vocabulary {model.vocab_size}",
+        "parameters": f"{sizes['total_params']:,}",
+        "active parameters": f"{sizes['active_params']:,}",
+        "FLOPs per token": f"{sizes['flops_per_token']:,} (forward and backward, causal attention)",
+        "ranks": f"{sizes['world_size']} data-parallel, ZeRO stage {config.zero.stage}, {train.precision.name}",
+        "batch": f"{train.global_batch_size} sequences = {sizes['data_parallel_size']} ranks x "
+        f"{train.micro_batch_size} x {sizes['accumulation']} accumulated; {sizes['tokens_per_step']:,} tokens per step",
+        "run": f"{train.steps:,} steps, {sizes['total_tokens']:,} tokens, {sizes['total_flops']:.3g} FLOPs",
+        "weight bytes per rank": _size(memory["weights"]),
+        "gradient bytes per rank": _size(memory["gradients"]),
+        "optimizer bytes per rank": _size(memory["optimizer"]) + where,
+        "sum of these": f"{_size(memory['total'])}; activations and communication buffers come on top",
+    }
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count:,} ({count / factor:.2f} {unit})"
+    return f"{count:,}"
