@@ -96,7 +96,7 @@ def _build(args: argparse.Namespace, table: Table) -> dict[str, Record]:
 def _line(name: str, record: Record, built: bool) -> str:
     size = f"{record['documents']:6,} documents {record['bytes'] / 1e6:6.2f} MB"
     line = f"{name:14} {'built' if built else 'kept ':5} {size}  {record['description']} [{record['licence']}]"
-    return f"{line} FALLBACK: {record['fallback_reason']}" if record["fallback"] else line
+    return f"{line}; FALLBACK, because {record['fallback_reason']}" if record["fallback"] else line
 
 
 def _print_table(table: Table) -> None:

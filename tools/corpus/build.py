@@ -7,38 +7,46 @@ inputs, options and file is not built again. The same inputs give the same bytes
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tools.corpus.archives import file_sha256, members_sha256, read_members
 from tools.corpus.clean import Document, clean_documents, take_bytes
-from tools.corpus.fetch import UnavailableError, fetch
+from tools.corpus.fetch import UnavailableError, fetch, standard_library
 from tools.corpus.readers import READERS
-from tools.corpus.table import Domain, Part, Table
+from tools.corpus.table import Domain, Package, Part, Table
 
 FORMAT = 1  # raise it when readers or cleaning change, so that no older file passes for a finished one
 DEFAULT_MAX_BYTES = 4_000_000
 
 Record = dict[str, Any]
 OnBytes = Callable[[int], None]
-
-
-class Input(NamedTuple):
-    """One part of a domain, where its package lies on this machine, and the SHA-256 of what is read from it."""
-
-    part: Part
-    path: Path
-    sha256: str
+Fetcher = Callable[[Package], Path]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a domain is made of on this machine; ``missing`` says why it is the fallback (empty: it is not)."""
+class Edition:
+    """One way to make a domain: its parts with the SHA-256 of each input, pinned or taken from what is read.
 
-    parts: tuple[Input, ...]
+    ``missing`` says why this is the fallback; empty: it is not.
+    """
+
+    kind: str
+    description: str
+    parts: tuple[tuple[Part, str], ...]
+    max_bytes: int | None
     missing: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all that decides the bytes of the domain's file."""
+        parts = [(asdict(part), sha256) for part, sha256 in self.parts]
+        return hashlib.sha256(
+            json.dumps([FORMAT, self.kind, parts, self.max_bytes], sort_keys=True).encode()
+        ).hexdigest()
 
 
 def build_corpus(
@@ -66,21 +74,19 @@ def build_corpus(
     """
     out.mkdir(parents=True, exist_ok=True)
     records = _read_records(out)
+    fetcher = partial(fetch, cache=cache or out / ".packages", offline=offline)
     unavailable: list[str] = []
     for domain in domains:
         on_bytes = on_domain(domain)
         try:
-            inputs = resolve(domain, cache or out / ".packages", offline)
+            record, built = _build_domain(out, domain, records.get(domain.name), fetcher, max_bytes, on_bytes)
         except UnavailableError as error:
             unavailable.append(f"{domain.name} ({error})")
             continue
-        fingerprint = _fingerprint(domain, inputs, max_bytes)
-        built = not _is_finished(out, domain.name, records.get(domain.name), fingerprint)
         if built:
-            written = _write_documents(out / f"{domain.name}.jsonl", domain, inputs, max_bytes, on_bytes)
-            records[domain.name] = {**_describe(domain, inputs, max_bytes), **written, "fingerprint": fingerprint}
+            records[domain.name] = record
             _write_atomically(out / "corpus.json", json.dumps({"format": FORMAT, "domains": records}, indent=1) + "\n")
-        on_done(domain.name, records[domain.name], built)
+        on_done(domain.name, record, built)
     if unavailable:
         raise ValueError(
             f"--domains: no source within reach and no committed text for {', '.join(unavailable)}; leave "
@@ -89,73 +95,77 @@ def build_corpus(
     return {domain.name: records[domain.name] for domain in domains}
 
 
-def resolve(domain: Domain, cache: Path, offline: bool) -> Inputs:
-    """Fetch the parts of a domain, or those of its fallback where one of them cannot be had."""
+def _build_domain(
+    out: Path, domain: Domain, old: Record | None, fetcher: Fetcher, max_bytes: int | None, on_bytes: OnBytes
+) -> tuple[Record, bool]:
+    """Return the domain's record and whether its file was written; a finished file needs no package any more."""
+    path = out / f"{domain.name}.jsonl"
+    edition = Edition(domain.kind, domain.description, _with_sha256(domain.parts), max_bytes)
+    if old is not None and _is_finished(path, old, edition):
+        return old, False
     try:
-        return Inputs(tuple(_input(part, cache, offline) for part in domain.parts))
+        paths = [fetcher(part.package) for part in domain.parts]
     except UnavailableError as error:
         if not domain.fallback:
             raise
-        return Inputs(tuple(_input(part, cache, offline) for part in domain.fallback), missing=str(error))
+        parts = _with_sha256(domain.fallback)
+        edition = Edition(domain.kind, domain.fallback_description, parts, max_bytes, missing=str(error))
+        if old is not None and _is_finished(path, old, edition):
+            return old, False
+        paths = [fetcher(part.package) for part in domain.fallback]
+    documents = clean_documents(_read_documents(edition, paths), domain.kind)
+    written = _write_documents(path, take_bytes(documents, max_bytes), on_bytes)
+    return {**_describe(edition), **written, "fingerprint": edition.fingerprint}, True
 
 
-def _input(part: Part, cache: Path, offline: bool) -> Input:
-    path = fetch(part.package, cache, offline)
-    return Input(part, path, part.package.sha256 or members_sha256(read_members(path, part.members)))
+def _with_sha256(parts: Sequence[Part]) -> tuple[tuple[Part, str], ...]:
+    """Pair each part with its pinned SHA-256, or with that of the interpreter's files it reads."""
+    return tuple(
+        (part, part.package.sha256 or members_sha256(read_members(standard_library(), part.members))) for part in parts
+    )
 
 
-def read_documents(inputs: Inputs) -> Iterator[Document]:
-    """The raw documents of all parts, in order."""
-    for part, path, _ in inputs.parts:
+def _is_finished(path: Path, record: Record, edition: Edition) -> bool:
+    return (
+        record["fingerprint"] == edition.fingerprint and path.is_file() and file_sha256(path) == record["jsonl_sha256"]
+    )
+
+
+def _read_documents(edition: Edition, paths: Sequence[Path]) -> Iterator[Document]:
+    for (part, _), path in zip(edition.parts, paths, strict=True):
         members = read_members(path, part.members)
         for place, text in READERS[part.reader](members, **part.options):
             yield Document(text, f"{part.package.pin}:{place}")
 
 
-def _fingerprint(domain: Domain, inputs: Inputs, max_bytes: int | None) -> str:
-    """SHA-256 over all that decides the bytes of a domain's file."""
-    parts = [(asdict(part), sha256) for part, _, sha256 in inputs.parts]
-    return hashlib.sha256(json.dumps([FORMAT, domain.kind, parts, max_bytes], sort_keys=True).encode()).hexdigest()
-
-
-def _is_finished(out: Path, name: str, record: Record | None, fingerprint: str) -> bool:
-    path = out / f"{name}.jsonl"
-    return (
-        record is not None
-        and record["fingerprint"] == fingerprint
-        and path.is_file()
-        and file_sha256(path) == record["jsonl_sha256"]
-    )
-
-
-def _write_documents(path: Path, domain: Domain, inputs: Inputs, max_bytes: int | None, on_bytes: OnBytes) -> Record:
-    partial = path.with_name(f".{path.name}.partial")
-    documents = total = 0
+def _write_documents(path: Path, documents: Iterable[Document], on_bytes: OnBytes) -> Record:
+    unfinished = path.with_name(f".{path.name}.partial")
+    count = total = 0
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for text, source in take_bytes(clean_documents(read_documents(inputs), domain.kind), max_bytes):
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            for text, source in documents:
                 file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
                 size = len(text.encode())
-                documents, total = documents + 1, total + size
+                count, total = count + 1, total + size
                 on_bytes(size)
             file.flush()
             os.fsync(file.fileno())
-        if not documents:
-            raise ValueError(f"{domain.name}: no document fits into {max_bytes} bytes; raise --max-bytes-per-domain")
-        os.replace(partial, path)
+        if not count:
+            raise ValueError(f"{path.stem}: no document fits; raise --max-bytes-per-domain (0: everything)")
+        os.replace(unfinished, path)
     finally:
-        partial.unlink(missing_ok=True)
-    return {"documents": documents, "bytes": total, "jsonl_sha256": file_sha256(path)}
+        unfinished.unlink(missing_ok=True)
+    return {"documents": count, "bytes": total, "jsonl_sha256": file_sha256(path)}
 
 
-def _describe(domain: Domain, inputs: Inputs, max_bytes: int | None) -> Record:
-    packages = {part.package: sha256 for part, _, sha256 in inputs.parts}
+def _describe(edition: Edition) -> Record:
+    packages = {part.package: sha256 for part, sha256 in edition.parts}
     return {
-        "description": domain.fallback_description if inputs.missing else domain.description,
-        "fallback": bool(inputs.missing),
-        **({"fallback_reason": inputs.missing} if inputs.missing else {}),
+        "description": edition.description,
+        "fallback": bool(edition.missing),
+        **({"fallback_reason": edition.missing} if edition.missing else {}),
         "licence": "; ".join(dict.fromkeys(package.licence for package in packages)),
-        "max_bytes": max_bytes,
+        "max_bytes": edition.max_bytes,
         "inputs": [{**asdict(package), "sha256": sha256} for package, sha256 in packages.items()],
     }
 
@@ -175,9 +185,9 @@ def _read_records(out: Path) -> dict[str, Record]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    unfinished = path.with_name(f".{path.name}.partial")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def select(table: Table, names: Sequence[str]) -> list[Domain]:

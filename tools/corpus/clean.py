@@ -56,10 +56,16 @@ def clean_documents(documents: Iterable[Document], kind: str) -> Iterator[Docume
 
 
 def take_bytes(documents: Iterable[Document], max_bytes: int | None) -> Iterator[Document]:
-    """The longest prefix of whole documents whose UTF-8 text fits into ``max_bytes`` (None: all)."""
+    """Whole documents, in order, whose UTF-8 text fits into ``max_bytes`` (None: all).
+
+    A document too large for the rest is passed over as long as a tenth of ``max_bytes`` is free: one huge file at the
+    front must not empty a small corpus.
+    """
     used = 0
     for document in documents:
-        used += len(document.text.encode())
-        if max_bytes is not None and used > max_bytes:
+        size = len(document.text.encode())
+        if max_bytes is None or used + size <= max_bytes:
+            used += size
+            yield document
+        elif used >= 0.9 * max_bytes:
             return
-        yield document

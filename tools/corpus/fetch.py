@@ -23,6 +23,11 @@ class UnavailableError(Exception):
     """The package cannot be had here (no network, no client, version gone); the message says why in one line."""
 
 
+def standard_library() -> Path:
+    """The folder of the running interpreter's own modules."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def fetch(package: Package, cache: Path, offline: bool = False) -> Path:
     """Return the path of the package's file (of the folder, for the interpreter's standard library).
 
@@ -31,7 +36,7 @@ def fetch(package: Package, cache: Path, offline: bool = False) -> Path:
         ValueError: a file is there, but its SHA-256 is not the pinned one.
     """
     if package.client == "interpreter":
-        return Path(sysconfig.get_paths()["stdlib"])
+        return standard_library()
     if package.client == "committed":
         return _checked(FALLBACK_DIR / package.file, package, "restore it with git checkout")
     path = cache / package.file
@@ -66,12 +71,12 @@ def _command(package: Package) -> list[str]:
         return [
             *([sys.executable, "-m", "pip"] if own_pip else ["pip"]),
             *("--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15"),
-            *("download", "--no-deps", "--only-binary=:all:", f"{package.name}=={package.version}"),
+            *("download", "--dest=.", "--no-deps", "--only-binary=:all:", f"{package.name}=={package.version}"),
         ]
     if package.client == "apt":
         return ["apt-get", "-o", "Acquire::Retries=1", "download", f"{package.name}={package.version}"]
     assert package.client == "npm", package.client
-    return ["npm", "pack", "--ignore-scripts", "--fetch-retries=1", f"{package.name}@{package.version}"]
+    return ["npm", "pack", "--ignore-scripts", "--fetch-retries=0", f"{package.name}@{package.version}"]
 
 
 def _run_client(package: Package, folder: Path) -> None:
@@ -93,5 +98,5 @@ def _run_client(package: Package, folder: Path) -> None:
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.lower().startswith(("e:", "error", "npm err", "npm error"))]
-        reason = (errors or lines or [f"exit status {done.returncode}"])[-1]
+        reason = (errors or lines[-1:] or [f"exit status {done.returncode}"])[0]
         raise UnavailableError(f"{package.client}: {reason[:200]}")
