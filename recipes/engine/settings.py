@@ -1,0 +1,62 @@
+"""From the run description to DeepSpeed's configuration and the optimizer's parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recipes.config import Config, OptimizerName, Precision
+from recipes.logical import LocalParameter
+
+
+def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration; `deepspeed.extra` is merged in last (validation has refused the keys that we own)."""
+    bf16, stage = config.train.precision is Precision.bf16, config.zero.stage
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": config.zero.reduce_bucket_size,
+        "allgather_bucket_size": config.zero.allgather_bucket_size,
+        "overlap_comm": config.zero.overlap_comm,
+        "contiguous_gradients": True,  # without it ZeRO-1 gradients can be wrong
+        "round_robin_gradients": False,
+    }
+    if config.zero.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size)
+    settings: dict[str, Any] = {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.optimizer.clip_grad if stage or bf16 else 0.0,  # fp32 ZeRO-0: see Engine
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**62,
+    }
+    if bf16 and stage:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return merge(settings, config.deepspeed.extra)
+
+
+def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `extra` added, section by section."""
+    merged = dict(base)
+    for key, value in extra.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def make_optimizer(config: Config, parameters: list[LocalParameter], decays: dict[str, bool]) -> torch.optim.Optimizer:
+    """AdamW or SGD with a decay and a no-decay group; `decays` tells for each logical tensor. State exists from the start."""
+    settings = config.optimizer
+    groups = []
+    for name, decay in (("decay", True), ("no_decay", False)):
+        members = [entry.parameter for entry in parameters if decays[entry.pieces[0].name] is decay]
+        groups.append({"params": members, "name": name, "weight_decay": settings.weight_decay if decay else 0.0})
+    if settings.name is OptimizerName.sgd:
+        return torch.optim.SGD(groups, lr=settings.lr)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)

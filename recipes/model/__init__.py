@@ -1,0 +1,1 @@
+"""Transformer models assembled from megatron-core blocks."""

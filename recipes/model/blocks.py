@@ -1,0 +1,140 @@
+"""From the model description to megatron-core's TransformerConfig and layer specification.
+
+Shapes: S sequence, B batch, H hidden, N query heads, G key/value heads, D channels per head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from recipes.config import Activation, ModelConfig, Normalization, Precision, TransformerImpl
+from recipes.logical import ffn_width, head_width, num_kv_heads
+
+
+def transformer_config(model: ModelConfig, precision: Precision) -> TransformerConfig:
+    """megatron-core's description of the same blocks. Weights are left empty: `GPT` fills them by logical name."""
+    bf16 = precision is Precision.bf16
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=ffn_width(model),
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=num_kv_heads(model),
+        kv_channels=head_width(model),
+        normalization=model.normalization.name,
+        layernorm_epsilon=model.layernorm_epsilon,
+        gated_linear_unit=model.activation is Activation.swiglu,
+        activation_func=F.silu if model.activation is Activation.swiglu else F.gelu,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # These fusions need CUDA kernels or change rounding between layouts.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm with megatron-core's constructor; marks its weights when tokens are sharded over TP."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> nn.Module:
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class SdpaAttention(nn.Module):
+    """Core attention through `scaled_dot_product_attention`: causal, or with an explicit mask."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object):
+        super().__init__()
+        self.dropout = config.attention_dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Attend; `attention_mask` [B, 1, S, S] is True where a query must not look, None means causal. Returns [S, B, N D]."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            context_BNSD = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                is_causal=attention_mask is None,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        context_SBND = context_BNSD.permute(2, 0, 1, 3)
+        return context_SBND.reshape(*context_SBND.shape[:2], -1)
+
+
+def uses_transformer_engine(model: ModelConfig) -> bool:
+    """Whether the blocks are Transformer Engine's: asked for, or wherever CUDA and the package are present."""
+    possible = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if model.transformer_impl is TransformerImpl.transformer_engine and not possible:
+        raise ValueError(
+            "model.transformer_impl=transformer_engine needs a CUDA device and the package transformer_engine; "
+            "use model.transformer_impl=auto or local"
+        )
+    return possible and model.transformer_impl is not TransformerImpl.local
+
+
+def layer_spec(model: ModelConfig, document_mask: bool) -> ModuleSpec:
+    """Specification of one block. With `document_mask` attention takes an explicit mask, which our core attention reads."""
+    if uses_transformer_engine(model):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        if document_mask:
+            spec.submodules.self_attention.submodules.core_attention = SdpaAttention
+        return spec
+    rms = model.normalization is Normalization.RMSNorm
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if rms else None, qk_layernorm=model.qk_layernorm)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SdpaAttention
+    attention.q_layernorm = attention.k_layernorm = Norm if model.qk_layernorm else IdentityOp
+    return spec
+
+
+def rotary_angles(positions: torch.Tensor, width: int, base: float) -> torch.Tensor:
+    """Rotation angles of RoPE (Su et al. 2021, arXiv 2104.09864, eq. 15), halves repeated as megatron-core expects.
+
+    `positions` [S] or [B, S]; returns [S, 1 or B, 1, width] in fp32.
+    """
+    inverse = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
+    angles = positions.to(torch.float32)[..., None] * inverse
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles[:, None, None, :] if positions.dim() == 1 else angles.transpose(0, 1)[:, :, None, :]

@@ -1,0 +1,216 @@
+"""Assembles a run from its description, trains, and leaves the run folder complete.
+
+RUN/config.yaml  environment.json  metrics.jsonl  summary.json  tokenizer.*  checkpoints/step_*/  wandb/  profile/
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from megatron.core import parallel_state, tensor_parallel
+
+from patches.registry import apply_all
+from recipes import collectives
+from recipes.checkpoint.format import Checkpoint, open_checkpoint
+from recipes.checkpoint.load import load_engine
+from recipes.checkpoint.rotate import find_checkpoint
+from recipes.config import Config, Resume, config_hash, to_plain
+from recipes.data.blend import open_blend
+from recipes.data.dataset import load_dataset
+from recipes.data.loader import EvalSet
+from recipes.engine import Engine
+from recipes.launcher import Ranks
+from recipes.model.gpt import GPT, registry
+from recipes.telemetry.console import NoProgress, loss_table, open_progress
+from recipes.telemetry.environment import describe_environment
+from recipes.telemetry.jsonl import MetricsFile, NoMetrics
+from recipes.telemetry.profiler import NoProfile, ProfileWindow
+from recipes.telemetry.summary import write_json
+from recipes.telemetry.throughput import StepTimer
+from recipes.telemetry.wandb_run import open_run
+from recipes.train import loop
+from recipes.train.guard import SpikeGuard
+from recipes.train.resume import check_resumable
+from recipes.train.signals import StopRequest
+
+
+def run(config: Config, ranks: Ranks) -> None:
+    """Train as described. Raises ValueError for mistakes that only show now; SystemExit(128 + n) after signal n."""
+    started = time.monotonic()
+    stop = StopRequest()
+    applied = start_process(config, ranks)
+    job = Job(config, ranks, applied, stop)
+    failed = True
+    try:
+        loop.train(job)
+        failed = False
+    finally:
+        job.close(failed)
+    if ranks.rank == 0:
+        job.write_summary(time.monotonic() - started)
+    job.engine.close()
+    collectives.stop()
+    stop.restore()
+    if stop.signal is not None:
+        raise SystemExit(128 + stop.signal)
+
+
+def start_process(config: Config, ranks: Ranks) -> list[str]:
+    """Threads, upstream patches, process groups and seeds; returns the patches applied."""
+    if "OMP_NUM_THREADS" not in os.environ or ranks.world_size == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.local_rank)
+    os.environ.update(ranks.environment())
+    applied = apply_all(say=print if ranks.rank == 0 else lambda line: None)
+    collectives.start()
+    hashes = set(collectives.gather_json(config_hash(config)))
+    if len(hashes) > 1:
+        raise ValueError("the ranks were given different settings; start all of them with the same overrides")
+    parallel_state.initialize_model_parallel()
+    # Dropout differs between data-parallel ranks, which hold different samples of one batch.
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 100_003 * ranks.rank)
+    return applied
+
+
+class Job:
+    """Everything that the loop uses, on one rank."""
+
+    def __init__(self, config: Config, ranks: Ranks, patches_applied: list[str], stop: StopRequest):
+        self.config, self.ranks, self.stop = config, ranks, stop
+        self.device = collectives.device()
+        self.dataset = load_dataset(config.data.path)
+        self.folder, checkpoint = _claim_folder(config, ranks, patches_applied)
+        self.protected = [] if checkpoint is None else [checkpoint.path]
+        self.first_step = 1 if checkpoint is None else checkpoint.step + 1
+        self.guard = SpikeGuard(config.train)
+        self.model = GPT(config).to(self.device)
+        self.engine = Engine(self.model, registry(self.model, config), config, ranks.world_size)
+        self._open_data()
+        self._open_telemetry(checkpoint)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
+        self.last_values: dict[str, Any] = {}
+        self.evaluation: dict[str, float] = {}
+
+    def _open_data(self) -> None:
+        config = self.config
+        weights = config.data.domain_weights or "proportional"
+        self.blend = open_blend(self.dataset, weights, config.model.seq_length, config.run.seed)
+        self.eval_sets = {
+            domain: EvalSet(
+                self.dataset.open(domain, "valid"),
+                config.model.seq_length,
+                config.train.eval_samples,
+                config.train.micro_batch_size,
+                self.ranks.rank,
+                self.ranks.world_size,
+            )
+            for domain in self.dataset.domains
+            if config.train.eval_samples and self.dataset.domains[domain]["valid"].tokens
+        }
+
+    def _open_telemetry(self, checkpoint: Checkpoint | None) -> None:
+        config, rank_zero = self.config, self.ranks.rank == 0
+        done = self.first_step - 1
+        run_id = None if checkpoint is None else checkpoint.trainer["wandb_run_id"]
+        self.timer = StepTimer()
+        self.progress = (
+            open_progress(config.train.steps, done, config.telemetry.log_interval) if rank_zero else NoProgress()
+        )
+        self.metrics = (
+            MetricsFile(self.folder / "metrics.jsonl", None if checkpoint is None else done)
+            if rank_zero
+            else NoMetrics()
+        )
+        self.wandb = open_run(self.folder, config.telemetry, rank_zero, run_id, to_plain(config))
+        window = config.telemetry.profile_steps
+        self.profile = (
+            NoProfile() if window is None else ProfileWindow(*window, self.folder / "profile", self.ranks.rank)
+        )
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
+        for eval_set in self.eval_sets.values():
+            if eval_set.note:
+                self.progress.say(eval_set.note)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        trainer = checkpoint.trainer
+        self.guard.load(trainer["guard"])
+        same_ranks = load_engine(checkpoint, self.engine)
+        self.progress.say(f"resumed from {checkpoint.path}; the next step is {self.first_step}")
+        if not same_ranks:
+            self.progress.say(f"it was written by {trainer['world_size']} ranks: dropout starts from fresh seeds")
+
+    def stop_requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.stop.signal is not None
+
+    def show_losses(self, step: int, losses: dict[str, float]) -> None:
+        """The held-out loss per domain as a table."""
+        rows = {name or "all": loss for name, loss in losses.items()}
+        self.progress.say(loss_table(f"held-out loss after step {step}", rows))
+
+    def close(self, failed: bool) -> None:
+        """End all records; the W&B run is marked failed when any rank failed."""
+        self.profile.close()
+        self.progress.close()
+        self.metrics.close()
+        self.wandb.finish(failed)
+
+    def write_summary(self, seconds: float) -> None:
+        """`summary.json`: the last values, the evaluation, the time spent."""
+        summary = {
+            "name": self.config.run.name,
+            "steps": self.last_values.get("consumed_samples", 0) // self.config.train.global_batch_size,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "world_size": self.ranks.world_size,
+            "seconds": seconds,
+            "tokens_per_second": self.timer.smoothed_tokens_per_second,
+            **{key: self.last_values.get(key) for key in ("lm_loss", "grad_norm", "skipped_steps")},
+            **self.evaluation,
+        }
+        write_json(self.folder / "summary.json", summary)
+
+
+def _claim_folder(config: Config, ranks: Ranks, patches_applied: list[str]) -> tuple[Path, Checkpoint | None]:
+    """Rank 0 decides on the run folder and the checkpoint to go on from, fills the folder, and tells the others."""
+    decision: dict[str, Any] = {}
+    if ranks.rank == 0:
+        try:
+            decision = _decide(config, patches_applied)
+        except (ValueError, OSError) as error:
+            decision = {"problem": str(error)}
+    decision = collectives.broadcast_json(decision)
+    if "problem" in decision:
+        raise ValueError(decision["problem"])
+    checkpoint = None if decision["checkpoint"] is None else open_checkpoint(decision["checkpoint"])
+    return Path(decision["folder"]), checkpoint
+
+
+def _decide(config: Config, patches_applied: list[str]) -> dict[str, Any]:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
+    path = None
+    if config.run.resume is Resume.auto:
+        path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
+        for reason in skipped:
+            print(f"passed over: {reason}", flush=True)
+        if path is None:
+            print(f"no checkpoint in {folder}: starting at step 1", flush=True)
+        else:
+            check_resumable(config, open_checkpoint(path))
+    folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    write_json(folder / "environment.json", describe_environment(patches_applied))
+    for tokenizer in Path(config.data.path).glob("tokenizer.*"):
+        shutil.copyfile(tokenizer, folder / tokenizer.name)
+    return {"folder": str(folder), "checkpoint": None if path is None else str(path)}

@@ -1,0 +1,48 @@
+"""One optimizer step: micro-batches -> loss -> gradient -> judged -> applied or dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from recipes import collectives
+from recipes.engine import Engine
+from recipes.train.batch import valid_tokens
+from recipes.train.guard import SpikeGuard
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`lm_loss`: nats per valid token over all ranks and micro-batches. `skipped`: why the step was dropped, or None."""
+
+    lm_loss: float
+    grad_norm: float
+    skipped: str | None
+    stop_requested: bool
+
+
+def train_step(
+    engine: Engine, micro_batches: list[dict[str, torch.Tensor]], lr: float, guard: SpikeGuard, stop_requested: bool
+) -> StepResult:
+    """Run one step on this rank's micro-batches (see `model_inputs`).
+
+    The loss is the sum over valid tokens divided by their number in the whole step, over all ranks and micro-batches, so
+    that neither how the batch is cut nor how many tokens are masked in a part of it changes the gradient.
+    """
+    tokens = sum(valid_tokens(inputs).sum() for inputs in micro_batches)
+    global_tokens = max(int(collectives.sum_over_ranks(tokens.clone())), 1)
+    sums = torch.zeros(2, dtype=torch.float64, device=tokens.device)
+    sums[1] = float(stop_requested)
+    for inputs in micro_batches:
+        nll_B = engine(**inputs)
+        engine.backward(nll_B.sum() / global_tokens)
+        sums[0] += nll_B.detach().double().sum()
+    norm = engine.gradient_norm()
+    skipped = guard.reason_to_skip(norm)
+    if skipped is None:
+        engine.step(lr)
+    else:
+        engine.skip()
+    nll, stops = collectives.sum_over_ranks(sums).tolist()
+    return StepResult(nll / global_tokens, norm, skipped, stops > 0)

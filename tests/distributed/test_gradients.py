@@ -1,0 +1,75 @@
+"""The update of 1, 2 and 4 processes under every ZeRO stage is that of plain autograd on the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.distributed
+
+
+def worst(result: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative error over logical tensors, and its tensor. A tensor near zero is measured against the RMS of all."""
+    assert result.keys() == reference.keys()
+    everything = torch.cat([tensor.double().flatten() for tensor in reference.values()])
+    rms = everything.norm() / everything.numel() ** 0.5
+    errors = []
+    for name, expected in reference.items():
+        scale = max(expected.double().norm().item(), 1e-3 * expected.numel() ** 0.5 * rms.item())
+        errors.append(((result[name].double() - expected.double()).norm().item() / scale, name))
+    return max(errors)
+
+
+def check(results: list[list[dict[str, Any]]], bound: float) -> None:
+    """Compare every case of every rank with its reference; the message names the worst tensor."""
+    for number, outcome in enumerate(results[0]):
+        expected = outcome["reference"]
+        error, name = worst(outcome["grads"], expected["grads"])
+        assert error <= bound, f"case {number}: gradient of {name} is off by {error:.2e}"
+        error, name = worst(outcome["weights"], expected["weights"])
+        assert error <= bound, f"case {number}: {name} after the step is off by {error:.2e}"
+        losses, norms = ([rank[number][key] for rank in results] for key in ("loss", "norm"))
+        assert sum(losses) == pytest.approx(expected["loss"], rel=bound), f"case {number}: loss"
+        assert len(set(norms)) == 1, f"case {number}: ranks disagree on the norm: {norms}"
+        assert norms[0] == pytest.approx(expected["norm"], rel=bound), f"case {number}: norm"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_zero_stage_accumulation_and_bucket_size(run_ranks, world_size):
+    cases = [
+        {"config": tiny_config(zero__stage=stage, train__micro_batch_size=8 // world_size // accumulation)}
+        for stage, accumulation in itertools.product((0, 1, 2), (1, 2, 4))
+        if world_size * accumulation <= 8
+    ]
+    for stage in (1, 2):  # buckets of a few hundred elements, smaller than most tensors
+        small = tiny_config(zero__stage=stage, train__micro_batch_size=max(1, 4 // world_size))
+        small.zero.reduce_bucket_size = small.zero.allgather_bucket_size = 500
+        cases.append({"config": small})
+    check(run_ranks("gradient_cases", world_size, cases), bound=1e-5)
+
+
+def test_masked_tokens_clipping_and_offload(run_ranks):
+    cases = [
+        {"config": tiny_config(zero__stage=stage, train__micro_batch_size=2, optimizer__clip_grad=clip), "masked": True}
+        for stage, clip in itertools.product((0, 1, 2), (0.0, 0.01))
+    ]
+    cases.append({"config": tiny_config(zero__stage=1, train__micro_batch_size=2, zero__offload_optimizer=True)})
+    cases.append({"config": tiny_config(zero__stage=2, train__micro_batch_size=2, zero__offload_optimizer=True)})
+    check(run_ranks("gradient_cases", 2, cases), bound=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["layers.1.attention.k.weight", "embedding.weight", "layers.0.ffn_norm.weight"])
+def test_a_doubled_gradient_is_caught_and_named(run_ranks, fault):
+    cases = [{"config": tiny_config(zero__stage=1, train__micro_batch_size=2), "fault": fault}]
+    results = run_ranks("gradient_cases", 2, cases)
+    # Doubling acts on the fused parameter, so a neighbour in it may be the worst.
+    error, name = worst(results[0][0]["grads"], results[0][0]["reference"]["grads"])
+    assert error == pytest.approx(1.0, rel=1e-3)
+    assert name.rsplit(".", 2)[0] == fault.rsplit(".", 2)[0]
+    with pytest.raises(AssertionError, match=r"gradient of .* is off by 1\.00e\+00"):
+        check(results, bound=1e-5)

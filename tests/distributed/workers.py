@@ -1,0 +1,90 @@
+"""What ranks run in the distributed tests. Plain functions, so that they can be sent to forked processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+
+from recipes.config import Config, Precision
+from recipes.data.loader import step_indices
+from recipes.engine import Engine
+from recipes.launcher import rank_environment
+from recipes.model.gpt import GPT, registry
+from recipes.train.job import start_process
+from tests.tiny import tiny_config
+
+
+def tiny_tokens(config: Config, step: int = 0) -> torch.Tensor:
+    """The global batch of a step: ids [B, S + 1], with some end-of-document tokens."""
+    shape = (config.train.global_batch_size, config.model.seq_length + 1)
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(0, config.model.vocab_size, shape, generator=generator)
+
+
+def loss_mask(tokens_BS1: torch.Tensor) -> torch.Tensor:
+    """An uneven mask: sequence b counts its first 2 + b labels."""
+    positions = torch.arange(tokens_BS1.shape[1] - 1)
+    return (positions[None, :] < 2 + torch.arange(tokens_BS1.shape[0])[:, None]).float()
+
+
+def reference(config: Config, masked: bool = False) -> dict[str, Any]:
+    """Loss, raw gradients, norm and weights after one SGD step from plain autograd on the whole batch, without an engine."""
+    model, tokens = GPT(config), tiny_tokens(config)
+    mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
+    loss = model(tokens[:, :-1], tokens[:, 1:].contiguous(), mask).sum() / mask.sum()
+    loss.backward()
+    entries = registry(model, config)
+    grads = {p.name: p.read(e.parameter.grad).clone() for e in entries for p in e.pieces}
+    norm = torch.cat([g.double().flatten() for g in grads.values()]).norm().item()
+    clip = config.optimizer.clip_grad
+    scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+    weights = {
+        p.name: p.read(e.parameter.detach()) - config.optimizer.lr * scale * grads[p.name]
+        for e in entries
+        for p in e.pieces
+    }
+    return {"loss": loss.item(), "grads": grads, "norm": norm, "weights": weights}
+
+
+def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault: str | None) -> dict[str, Any]:
+    """The same from our engine on this rank's share of the batch. `fault`: a logical tensor whose gradient is doubled."""
+    model = GPT(config)
+    entries = registry(model, config)
+    for entry in entries:
+        if fault in {piece.name for piece in entry.pieces}:
+            entry.parameter.register_hook(lambda grad: 2 * grad)
+    engine = Engine(model, entries, config, world_size)
+    tokens = tiny_tokens(config)
+    mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
+    total, loss = mask.sum(), 0.0
+    for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, rank, world_size):
+        part = tokens[row]
+        nll = engine(part[:, :-1], part[:, 1:].contiguous(), mask[row]).sum() / total
+        engine.backward(nll)
+        loss += nll.item()
+    norm = engine.gradient_norm()
+    grads = engine.gradients()
+    engine.step(config.optimizer.lr)
+    result = {"loss": loss, "grads": grads, "norm": norm, "weights": engine.master_weights()}
+    engine.close()
+    return result
+
+
+def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each case: `config`, `masked`, `fault`. Returns reference and result per case (rank 0 the tensors, others the norm)."""
+    start_process(tiny_config(), rank_environment(os.environ))
+    results = []
+    for case in cases:
+        config = copy.deepcopy(case["config"])
+        result = engine_step(config, rank, world_size, case.get("masked", False), case.get("fault"))
+        if rank == 0:
+            fp32 = copy.deepcopy(config)
+            fp32.train.precision = Precision.fp32
+            result["reference"] = reference(fp32, case.get("masked", False))
+        else:
+            result = {"loss": result["loss"], "norm": result["norm"]}
+        results.append(result)
+    return results
