@@ -3,6 +3,7 @@
 State of this module is the process's: targets are attributes of imported modules, so they are patched or not for all.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +47,9 @@ def apply_all(say: Callable[[str], None] = print) -> list[str]:
     lines = []
     for patch, installed, targets in resolved:
         line = f"patch {patch.name} ({patch.library} {installed}): {patch.why}"
-        _active[patch.name] = line, targets
-        for (owner, attribute, original), wrap in zip(targets, patch.wrappers.values(), strict=True):
+        originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute in targets]
+        _active[patch.name] = line, originals
+        for (owner, attribute, original), wrap in zip(originals, patch.wrappers.values(), strict=True):
             setattr(owner, attribute, wrap(original))
         say(line)
         lines.append(line)
@@ -57,8 +59,8 @@ def apply_all(say: Callable[[str], None] = print) -> list[str]:
 def undo_all() -> None:
     """Restore every original, last patch first. Objects made while a patch was in force keep what they took from it."""
     while _active:
-        _, (_, targets) = _active.popitem()
-        for owner, attribute, original in reversed(targets):
+        _, (_, originals) = _active.popitem()
+        for owner, attribute, original in reversed(originals):
             setattr(owner, attribute, original)
 
 
@@ -81,20 +83,20 @@ def _checked_version(patch: Patch) -> str:
     return installed
 
 
-def _targets(patch: Patch) -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, original) of each target. Only an attribute that its owner itself defines counts."""
+def _targets(patch: Patch) -> list[tuple[Any, str]]:
+    """(owner, attribute) of each target. Only an attribute that its owner itself defines counts."""
     found = []
     for target in patch.wrappers:
         module, _, path = target.partition(":")
         *owners, attribute = path.split(".")
         try:
-            owner: Any = importlib.import_module(module)
-            for name in owners:
-                owner = getattr(owner, name)
-            found.append((owner, attribute, vars(owner)[attribute]))
-        except (ImportError, AttributeError, KeyError) as error:
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+            if attribute not in vars(owner):
+                raise AttributeError(f"{owner.__name__} does not define {attribute!r}")
+        except (ImportError, AttributeError) as error:
             raise ValueError(
                 f"patch {patch.name}: target {target} is missing ({type(error).__name__}: {error}); "
                 f"reinstall {patch.library} {patch.versions}, or adapt or delete the patch"
             ) from error
+        found.append((owner, attribute))
     return found
