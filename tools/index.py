@@ -286,15 +286,16 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             overwrite=arguments.overwrite,
             report=lambda position: progress.update(task, completed=position),
         )
-    _print_summary(manifest, f"{arguments.out}: {'written' if written else 'up to date'}")
+    _print_summary(manifest)
+    print(f"{arguments.out}: {'written' if written else 'up to date'}")
     return manifest
 
 
-def _print_summary(manifest: dict[str, Any], title: str) -> None:
+def _print_summary(manifest: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("domain", *(f"{split} tokens (documents)" for split in SPLITS), "empty", title=title)
+    table = Table("domain", *(f"{split} tokens (documents)" for split in SPLITS), "empty")
     for name, domain in manifest["domains"].items():
         sizes = [f"{split['tokens']:,} ({split['documents']:,})" for split in domain["splits"].values()]
         table.add_row(name, *sizes, str(domain["empty_documents"]))

@@ -247,10 +247,11 @@ def _run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     tokenizer = load_tokenizer(arguments.tokenizer)
     rows = round_trip(tokenizer)
     good = sum(row["ok"] for row in rows)
-    table = Table("text", "tokens", "comes back as", "exact", title=f"{tokenizer.path}: {good} of {len(rows)} exact")
+    table = Table("text", "tokens", "comes back as", "exact")
     for row in rows:
         table.add_row(repr(row["text"]), str(row["tokens"]), repr(row["decoded"]), "yes" if row["ok"] else "NO")
     Console(markup=False).print(table)
+    print(f"{tokenizer.path}: {good} of {len(rows)} exact")
     special = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "eod")}
     return int(good < len(rows)), {"vocab_size": tokenizer.vocab_size, **special, "rows": rows}
 

@@ -100,15 +100,21 @@ def _parse(folder: Path, manifest: dict[str, Any]) -> DatasetInfo:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):  # names become file names
             raise ValueError(f"{path}: domain name {name!r}, legal are letters, digits, '_', '-' and '.'")
         sizes = {split: domain["splits"][split] for split in SPLITS}
-        domains[name] = {split: SplitInfo(int(s["documents"]), int(s["tokens"])) for split, s in sizes.items()}
+        domains[name] = {split: SplitInfo(_count(s["documents"]), _count(s["tokens"])) for split, s in sizes.items()}
     return DatasetInfo(
         folder=folder,
         tokenizer_fingerprint=str(tokenizer["fingerprint"]),
-        vocab_size=int(tokenizer["vocab_size"]),
-        eod=int(tokenizer["eod"]),
+        vocab_size=_count(tokenizer["vocab_size"]),
+        eod=_count(tokenizer["eod"]),
         dtype=np.dtype(manifest["dtype"]),
         domains=domains,
     )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is not a count")
+    return value
 
 
 def _check_files(info: DatasetInfo, domain: str, split: str, size: SplitInfo) -> None:
