@@ -44,9 +44,7 @@ class Edition:
     def fingerprint(self) -> str:
         """SHA-256 over all that decides the bytes of the domain's file."""
         parts = [(asdict(part), sha256) for part, sha256 in self.parts]
-        return hashlib.sha256(
-            json.dumps([FORMAT, self.kind, parts, self.max_bytes], sort_keys=True).encode()
-        ).hexdigest()
+        return hashlib.sha256(json.dumps([self.kind, parts, self.max_bytes], sort_keys=True).encode()).hexdigest()
 
 
 def build_corpus(
