@@ -7,6 +7,7 @@ Upstream removed the same call from the ZeRO and bf16 optimizers only. Torch opt
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from patches.record import Patch
@@ -15,12 +16,11 @@ from patches.record import Patch
 def _without_step(initialize_optimizer_states: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(initialize_optimizer_states)
     def initialize(self: Any) -> None:
-        step = self.optimizer.step
-        self.optimizer.step = lambda: None
+        optimizer, self.optimizer = self.optimizer, SimpleNamespace(step=lambda: None)
         try:
             initialize_optimizer_states(self)
         finally:
-            self.optimizer.step = step
+            self.optimizer = optimizer
 
     return initialize
 
