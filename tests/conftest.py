@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,11 @@ def run_ranks(function: str, world_size: int, *args: Any, limit: float = LIMIT_S
 @pytest.fixture(name="run_ranks")
 def _run_ranks() -> Callable[..., list[Any]]:
     return run_ranks
+
+
+@pytest.fixture(name="tiny_data", scope="session")
+def _tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An indexed data set of two domains of 4000 random ids below 60."""
+    folder = tmp_path_factory.mktemp("tiny_data") / "indexed"
+    run_ranks("write_data", 1, str(folder), 60, 4000)
+    return folder

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from megatron.core import parallel_state, tensor_parallel
@@ -64,7 +66,7 @@ def run(config: Config, ranks: Ranks) -> None:
 
 def start_process(config: Config, ranks: Ranks) -> list[str]:
     """Threads, upstream patches, process groups and seeds; returns the patches applied."""
-    if "OMP_NUM_THREADS" not in os.environ or ranks.world_size == 1:
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
@@ -76,7 +78,10 @@ def start_process(config: Config, ranks: Ranks) -> list[str]:
         raise ValueError("the ranks were given different settings; start all of them with the same overrides")
     parallel_state.initialize_model_parallel()
     # Dropout differs between data-parallel ranks, which hold different samples of one batch.
-    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 100_003 * ranks.rank)
+    seed = config.run.seed + 100_003 * ranks.rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return applied
 
 

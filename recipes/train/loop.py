@@ -21,9 +21,7 @@ def train(job: Job) -> None:
     """Run the steps that are left. Ends early, after saving, when any rank was asked to stop."""
     config, stopped = job.config, False
     for step in range(job.first_step, config.train.steps + 1):
-        with job.timer.step(job.tokens_per_step), job.profile.step(step):
-            result = train_step(job.engine, _fetch(job, step), _lr(config, step), job.guard, job.stop_requested())
-        _record(job, step, result)
+        result = train_one(job, step)
         stopped = result.stop_requested and step < config.train.steps
         if _due(step, config.train.eval_interval) and step < config.train.steps and not stopped:
             record_evaluation(job, step)
@@ -36,6 +34,14 @@ def train(job: Job) -> None:
         record_evaluation(job, config.train.steps)
     if config.checkpoint.save_final and job.first_step <= config.train.steps:
         save_checkpoint(job, config.train.steps)
+
+
+def train_one(job: Job, step: int) -> StepResult:
+    """Fetch, train and record one step."""
+    with job.timer.step(job.tokens_per_step), job.profile.step(step):
+        result = train_step(job.engine, _fetch(job, step), _lr(job.config, step), job.guard, job.stop_requested())
+    _record(job, step, result)
+    return result
 
 
 def _due(step: int, interval: int) -> bool:

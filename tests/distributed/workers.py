@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from recipes.checkpoint.format import open_checkpoint
+from recipes.checkpoint.load import load_engine
+from recipes.checkpoint.save import save
 from recipes.config import Config, Precision
 from recipes.data.loader import step_indices
+from recipes.data.synthetic import write_dataset
 from recipes.engine import Engine
 from recipes.launcher import rank_environment
 from recipes.model.gpt import GPT, registry
-from recipes.train.job import start_process
+from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
 
 
@@ -88,3 +93,26 @@ def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> l
             result = {"loss": result["loss"], "norm": result["norm"]}
         results.append(result)
     return results
+
+
+def write_data(rank: int, world_size: int, folder: str, vocab_size: int, tokens: int) -> None:
+    """A synthetic indexed data set."""
+    write_dataset(Path(folder), vocab_size, tokens)
+
+
+def run_job(rank: int, world_size: int, config: Config) -> None:
+    """A whole training run."""
+    run(config, rank_environment(os.environ))
+
+
+def resave(rank: int, world_size: int, config: Config, stage: int, folder: str) -> str:
+    """Load the last checkpoint of a run under another ZeRO stage and number of ranks, and save it elsewhere."""
+    config = copy.deepcopy(config)
+    source = open_checkpoint(Path(config.run.dir) / "checkpoints" / f"step_{config.train.steps:08d}")
+    config.zero.stage, config.train.micro_batch_size = stage, 1
+    start_process(config, rank_environment(os.environ))
+    model = GPT(config)
+    engine = Engine(model, registry(model, config), config, world_size)
+    load_engine(source, engine)
+    path = save(Path(folder) / "checkpoints", source.step, engine, source.trainer, keep=1, protect=[])
+    return str(path)

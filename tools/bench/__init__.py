@@ -1,0 +1,1 @@
+"""Benchmarks against peers: everything measured in one run, in interleaved rounds, reported as ratios."""

@@ -1,0 +1,29 @@
+"""Interleaved timing: what is compared runs in turn, so that noise of the machine hits all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def interleave(work: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds per call of each piece of work, one number per round; a first, unmeasured round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(rounds + 1):
+        for name, call in work.items():
+            start = time.perf_counter()
+            for _ in range(repeats if number else 1):
+                call()
+            if number:
+                seconds[name].append((time.perf_counter() - start) / repeats)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, float]:
+    """Median and interquartile range of the ratios of the rounds."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], 0.0
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return middle, high - low
