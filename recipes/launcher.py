@@ -89,7 +89,7 @@ def split_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Argument
 
 
 def _next(words: list[str], flag: str) -> str:
-    if not words:
+    if not words or words[0].startswith("--"):
         raise ValueError(f"{flag}: a value must follow")
     return words.pop(0)
 

@@ -149,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error, os.environ)
     if arguments.ignored and ranks.rank == 0:
         print(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}", file=sys.stderr)
-    os.environ.update(ranks.environment())
 
     def job() -> None:
         from recipes.train.job import run

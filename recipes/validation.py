@@ -222,7 +222,7 @@ def _zero(config: Config, world_size: int) -> Problems:
     if config.zero.stage == 0:
         for option in ("offload_optimizer", "overlap_comm"):
             if getattr(config.zero, option):
-                yield f"zero.{option}=true has no effect with zero.stage=0; use stage 1 or 2, or set zero.{option}=false"
+                yield f"zero.{option}=true has no effect with zero.stage=0; use stage 1 or 2, or zero.{option}=false"
 
 
 def _schedule(config: Config, world_size: int) -> Problems:

@@ -50,7 +50,7 @@ def _require_vocabulary(model: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes that live on one rank through a whole step. `optimizer` (fp32 masters and moments) may lie in host memory."""
+    """Bytes that live on one rank through a whole step. `optimizer` (masters, moments) may lie in host memory."""
 
     weights: int
     gradients: int

@@ -1,0 +1,204 @@
+"""Cross-field checks: each problem found, named with its numbers and a way out; legal descriptions left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.config import Activation, Config, DecayStyle, Resume, TransformerImpl
+from recipes.schema import entries
+from recipes.validation import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS, prepare, problems
+from tests.cli.fake_data import write_dataset
+
+
+@pytest.fixture
+def launch_dir(tmp_path) -> Path:
+    write_dataset(tmp_path / "data" / "laptop")
+    return tmp_path
+
+
+def _config(changes: dict[str, Any]) -> Config:
+    config = Config()
+    for key, value in changes.items():
+        group, name = key.split(".")
+        assert hasattr(getattr(config, group), name), key
+        setattr(getattr(config, group), name, value)
+    return config
+
+
+def test_the_default_is_valid_on_one_and_two_ranks(launch_dir):
+    assert problems(Config(), 1, launch_dir=launch_dir) == []
+    assert problems(Config(), 2, launch_dir=launch_dir) == []
+
+
+def test_every_number_has_a_range():
+    numbers = {key for key, entry in entries().items() if {int, float} & set(_types(entry.hint))}
+    elsewhere = {"zero.stage"}
+    assert numbers == BOUNDS.keys() | set(ABOVE_ZERO) | set(BELOW_ONE) | elsewhere
+
+
+def _types(hint: Any) -> tuple[Any, ...]:
+    return (hint,) if isinstance(hint, type) else getattr(hint, "__args__", ()) if type(None) in hint.__args__ else ()
+
+
+@pytest.mark.parametrize("key", sorted(BOUNDS.keys() | set(ABOVE_ZERO) | set(BELOW_ONE)))
+def test_values_out_of_range_are_named(key, launch_dir):
+    wrong = 0 if key in ABOVE_ZERO else 1.0 if key in BELOW_ONE else BOUNDS[key][0] - 1
+    found = problems(_config({key: wrong}), 1, launch_dir=launch_dir)
+    assert len(found) == 1 and found[0].startswith(f"{key}={wrong} must be "), found
+    if entries()[key].hint is float:
+        assert "finite" in problems(_config({key: float("nan")}), 1, launch_dir=launch_dir)[0]
+
+
+# Changes -> ranks -> what the one message must say.
+CASES: list[tuple[dict[str, Any], int, list[str]]] = [
+    (
+        {"train.global_batch_size": 12, "train.micro_batch_size": 4},
+        2,
+        ["=12", "micro_batch_size=4 x data-parallel 2 = 8", "8 or 16"],
+    ),
+    ({"train.global_batch_size": 4}, 1, ["train.global_batch_size=4", "try 8"]),
+    ({"parallel.data_parallel_size": 4}, 1, ["data_parallel_size=4", "1 process was started", "start 4"]),
+    ({"parallel.data_parallel_size": 1}, 2, ["data_parallel_size=1", "2 processes were started", "null"]),
+    ({"train.eval_interval": 5, "train.eval_samples": 0}, 1, ["train.eval_interval=5", "eval_samples=64"]),
+    ({"train.spike_factor": 0.5}, 1, ["train.spike_factor=0.5", "0 (off) or above 1", "try 10"]),
+    ({"optimizer.min_lr": 1.0}, 1, ["optimizer.min_lr=1.0", "optimizer.lr=0.003", "try 0.0003"]),
+    ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "num_attention_heads=4", "1, 2, 4"]),
+    ({"model.hidden_size": 130}, 1, ["model.hidden_size=130", "num_attention_heads=4", "128 or 132"]),
+    ({"model.kv_channels": 31}, 1, ["model.kv_channels=31", "31 channels", "even"]),
+    ({"model.rotary_percent": 0.1}, 1, ["rotary_percent=0.1", "3 channels", "even"]),
+    ({"model.rotary_percent": 1.5}, 1, ["rotary_percent=1.5", "at most 1"]),
+    ({"model.transformer_impl": TransformerImpl.transformer_engine}, 1, ["transformer_engine", "auto"]),
+    ({"zero.stage": 3}, 1, ["zero.stage=3", "ZeRO-3", "0, 1 or 2"]),
+    ({"zero.stage": 7}, 1, ["zero.stage=7", "0, 1 or 2"]),
+    (
+        {"zero.stage": 0, "zero.offload_optimizer": True},
+        1,
+        ["zero.offload_optimizer=true", "zero.stage=0", "stage 1 or 2"],
+    ),
+    ({"zero.stage": 0, "zero.overlap_comm": True}, 1, ["zero.overlap_comm=true", "zero.stage=0"]),
+    ({"schedule.lr_decay_steps": 40}, 1, ["lr_warmup_steps=50", "schedule.lr_decay_steps=40", "try 4"]),
+    (
+        {"schedule.lr_decay_style": DecayStyle.wsd},
+        1,
+        ["wsd_decay_steps=0", "at most train.steps=1000", "= 950", "try 100"],
+    ),
+    ({"telemetry.profile_steps": [5]}, 1, ["profile_steps=[5]", "[first,last]"]),
+    ({"telemetry.profile_steps": [5, 2000]}, 1, ["profile_steps=[5,2000]", "train.steps=1000"]),
+    ({"telemetry.profile_steps": [0, 2]}, 1, ["profile_steps=[0,2]", "1 <= first"]),
+    ({"deepspeed.extra": {"zero_optimization": 2}}, 1, ["zero_optimization=2", "mapping"]),
+    ({"run.name": "a/b"}, 1, ["run.name='a/b'", "'/'"]),
+    ({"run.dir": " "}, 1, ["run.dir=' '", "null"]),
+    ({"run.resume": Resume.auto}, 1, ["run.resume=auto", "run.dir=FOLDER"]),
+    ({"checkpoint.load_step": 3}, 1, ["checkpoint.load_step=3", "run.resume=auto"]),
+    ({"run.dir": "data"}, 1, ["run.dir=data", "exists", "run.resume=auto"]),
+    ({"data.path": None}, 1, ["data.path=null", "tools.index"]),
+    ({"data.path": "data"}, 1, ["data.path=data", "dataset.json", "tools.index"]),
+    ({"model.vocab_size": 50257}, 1, ["model.vocab_size=50257", "data.path=data/laptop has 4096", "null"]),
+    ({"data.domain_weights": {"fr": 1.0}}, 1, ["data.domain_weights.fr", "en, ja"]),
+    ({"data.domain_weights": {"en": -1.0}}, 1, ["data.domain_weights.en=-1.0", ">= 0"]),
+    ({"data.domain_weights": {"en": 0.0}}, 1, ["all weights are 0"]),
+    ({"data.wrap": False}, 1, ["data.wrap=false", "16000", "en has 781", "data.wrap=true"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "world_size", "expected"), CASES, ids=[str(case[0]) for case in CASES])
+def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_size, expected, launch_dir):
+    found = problems(_config(changes), world_size, launch_dir=launch_dir)
+    assert len(found) == 1, found
+    assert [part for part in expected if part not in found[0]] == [], found[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.steps": 20},  # a trial that ends within the warm-up
+        {"schedule.lr_decay_style": DecayStyle.wsd, "schedule.wsd_decay_steps": 950},
+        {"schedule.lr_decay_style": DecayStyle.constant, "optimizer.min_lr": 1.0},  # min_lr is not used
+        {"model.num_query_groups": 1, "model.activation": Activation.gelu},
+        {"model.num_attention_heads": 3, "model.kv_channels": 64},
+        {"model.rotary_percent": 0.5},
+        {"train.steps": 20, "data.wrap": False},
+        {"zero.stage": 2, "zero.offload_optimizer": True, "zero.overlap_comm": True},
+        {"telemetry.profile_steps": [1000, 1000]},
+        {"model.vocab_size": 4096},
+        {"deepspeed.extra": {"zero_optimization": {"reduce_scatter": False}, "comms_logger": {"enabled": True}}},
+        {"run.dir": "new/er/folder"},
+        {"run.dir": "new", "run.resume": Resume.auto},  # nothing there yet: starts at step 1
+        {"run.dir": "data", "run.resume": Resume.auto},
+        {"data.domain_weights": {"ja": 1.0}},
+    ],
+)
+def test_legal_descriptions_are_left_alone(changes, launch_dir):
+    before = sorted(launch_dir.rglob("*"))
+    assert problems(_config(changes), 1, launch_dir=launch_dir) == []
+    assert sorted(launch_dir.rglob("*")) == before  # checking writes nothing
+
+
+@pytest.mark.parametrize("key", OWNED_KEYS)
+def test_deepspeed_keys_that_are_decided_here_are_refused(key, launch_dir):
+    section, _, name = key.partition(".")
+    for extra in ({section: {name: 1} if name else 1}, {section: {name: {"x": 1}} if name else {"x": 1}}):
+        found = problems(_config({"deepspeed.extra": extra}), 1, launch_dir=launch_dir)
+        assert len(found) == 1 and found[0].startswith(f"deepspeed.extra.{key}") and OWNED_KEYS[key] in found[0]
+
+
+def test_all_keys_that_the_engine_sets_are_owned():
+    settings = pytest.importorskip("recipes.engine.settings").deepspeed_settings(Config(), 1)
+    leaves = {f"{k}.{n}" for k, v in settings.items() if isinstance(v, dict) for n in v}
+    leaves |= {key for key, value in settings.items() if not isinstance(value, dict)}
+    assert {leaf for leaf in leaves if not {leaf, leaf.partition(".")[0]} & OWNED_KEYS.keys()} == set()
+
+
+def test_problems_of_all_groups_come_together(launch_dir):
+    changes = {"train.global_batch_size": 12, "model.num_query_groups": 3, "run.name": "", "data.path": "nowhere"}
+    found = problems(_config(changes), 1, launch_dir=launch_dir)
+    assert len(found) == 4
+    assert all(any(key in message for message in found) for key in changes)
+
+
+def test_load_step_must_be_there(launch_dir):
+    (launch_dir / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    changes = {"run.dir": "run", "run.resume": Resume.auto}
+    assert problems(_config(changes | {"checkpoint.load_step": 10}), 1, launch_dir=launch_dir) == []
+    (found,) = problems(_config(changes | {"checkpoint.load_step": 20}), 1, launch_dir=launch_dir)
+    assert "checkpoint.load_step=20" in found and found.endswith("the steps there are: 10")
+
+
+def test_a_run_folder_below_a_file_or_a_read_only_place_is_refused(launch_dir):
+    for folder in ("data/laptop/dataset.json/run", "/proc/nowhere/run"):
+        (found,) = problems(_config({"run.dir": folder}), 1, launch_dir=launch_dir)
+        assert folder in found and "choose a folder" in found
+    if os.geteuid() != 0:
+        (launch_dir / "locked").mkdir(mode=0o500)
+        (found,) = problems(_config({"run.dir": "locked/run"}), 1, launch_dir=launch_dir)
+        assert "cannot write" in found
+
+
+def test_damaged_data_is_named(launch_dir):
+    file = launch_dir / "data" / "laptop" / "ja_train.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    (found,) = problems(Config(), 1, launch_dir=launch_dir)
+    assert "data.path=data/laptop" in found and "ja_train.bin" in found
+
+
+def test_a_dry_run_needs_no_data_when_the_vocabulary_is_given(launch_dir):
+    config = _config({"data.path": None, "model.vocab_size": 50257})
+    assert problems(config, 1, launch_dir=launch_dir, dry_run=True) == []
+    (found,) = problems(_config({"data.path": None}), 1, launch_dir=launch_dir, dry_run=True)
+    assert "model.vocab_size=null" in found
+
+
+def test_prepare_fills_in_what_follows(launch_dir):
+    config = Config()
+    prepared = prepare(config, 2, launch_dir=launch_dir)
+    model = prepared.model
+    assert (model.vocab_size, model.ffn_hidden_size, model.num_query_groups, model.kv_channels) == (4096, 384, 4, 32)
+    assert (prepared.parallel.data_parallel_size, prepared.schedule.lr_decay_steps) == (2, 1000)
+    assert config == Config()  # the composed description is left as it was
+    given = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, lr_decay_steps=500))
+    assert prepare(given, 1, launch_dir=launch_dir).schedule.lr_decay_steps == 500
