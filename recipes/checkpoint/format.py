@@ -208,6 +208,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _tensors: dict[str, dict[str, tuple[Dims, torch.dtype]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def step(self) -> int:
@@ -234,8 +235,11 @@ class Checkpoint:
         return sorted(self.manifest.tensors)
 
     def tensors(self, kind: str) -> dict[str, tuple[Dims, torch.dtype]]:
-        """Global shape and type of every logical tensor of a kind, by name."""
-        return {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in self._of_kind(kind).items()}
+        """Global shape and type of every logical tensor of a kind, by name. Cheap to call again."""
+        if kind not in self._tensors:
+            entries = self._of_kind(kind).items()
+            self._tensors[kind] = {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in entries}
+        return self._tensors[kind]
 
     def read(self, kind: str, name: str, offsets: Dims | None = None, shape: Dims | None = None) -> torch.Tensor:
         """The elements [offsets, offsets + shape) of a logical tensor (default: all), bit for bit, as a new CPU tensor.
