@@ -1,105 +1,25 @@
-"""Fixtures shared by all tests: ranks as forked processes, tiny descriptions, tiny indexed text."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
-import multiprocessing
-import multiprocessing.connection
-import os
-import pickle
-import socket
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Ranks are forked from a server that has imported the heavy libraries once.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_WORKERS = "tests.distributed.workers"
-_CONTEXT.set_forkserver_preload([_WORKERS])
-LIMIT_SECONDS = 60
+from tests import ranks
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """See `tests.ranks.run_ranks`."""
+    return ranks.run_ranks
 
 
-def _rank_main(function: str, rank: int, world_size: int, port: int, pipe: Any, args: tuple) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    faulthandler.dump_traceback_later(LIMIT_SECONDS - 5)  # shows where a rank hangs
-    try:
-        answer = ("result", getattr(importlib.import_module(_WORKERS), function)(rank, world_size, *args))
-    except BaseException:
-        answer = ("error", traceback.format_exc())
-    try:
-        pipe.send_bytes(pickle.dumps(answer))  # in band: a tensor must outlive the process
-    finally:
-        pipe.close()
-        os._exit(0)  # no atexit handlers of libraries that the server imported
-
-
-def run_ranks(function: str, world_size: int, *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
-    """Results of `tests.distributed.workers.<function>(rank, world_size, *args)` on forked ranks, in rank order.
-
-    The first error of a rank is raised with its traceback; a run longer than `limit` seconds is killed and fails the test.
-    """
-    port, pipes, processes = free_port(), [], []
-    for rank in range(world_size):
-        here, there = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank_main, args=(function, rank, world_size, port, there, args), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    deadline = time.monotonic() + limit
-    results: dict[int, Any] = {}
-    try:
-        while len(results) < world_size:
-            left = deadline - time.monotonic()
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-            ready = multiprocessing.connection.wait(waiting, timeout=max(left, 0))
-            if not ready:
-                raise TimeoutError(f"ranks {sorted(set(range(world_size)) - set(results))} still run after {limit} s")
-            for pipe in ready:
-                rank = pipes.index(pipe)
-                try:
-                    kind, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    raise RuntimeError(f"rank {rank} died without a word") from None
-                if kind == "error":
-                    raise RuntimeError(f"rank {rank} failed:\n{value}")
-                results[rank] = value
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [results[rank] for rank in range(world_size)]
-
-
-@pytest.fixture(name="run_ranks")
-def _run_ranks() -> Callable[..., list[Any]]:
-    return run_ranks
-
-
-@pytest.fixture(name="tiny_data", scope="session")
-def _tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An indexed data set of two domains of 4000 random ids below 60."""
     folder = tmp_path_factory.mktemp("tiny_data") / "indexed"
-    run_ranks("write_data", 1, str(folder), 60, 4000)
+    ranks.run_ranks("write_data", 1, str(folder), 60, 4000)
     return folder

@@ -37,6 +37,7 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
     }
     if bf16 and stage:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        settings["communication_data_type"] = "fp32"  # else ranks add up gradients rounded to bf16
     return merge(settings, config.deepspeed.extra)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,38 @@ def resave(rank: int, world_size: int, config: Config, stage: int, folder: str) 
     load_engine(source, engine)
     path = save(Path(folder) / "checkpoints", source.step, engine, source.trainer, keep=1, protect=[])
     return str(path)
+
+
+def call_test(rank: int, world_size: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Run the body of a `forked` test."""
+    start_process(tiny_config(), rank_environment(os.environ))
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def skip_cases(rank: int, world_size: int, cases: list[Config]) -> list[dict[str, Any]]:
+    """Three steps; and the same with bad steps in between: one skipped although finite, one with an infinite gradient."""
+    start_process(tiny_config(), rank_environment(os.environ))
+    results = []
+    for config in cases:
+        outcome: dict[str, Any] = {}
+        for run_name, script in (("plain", "0 1 2"), ("skipping", "0 skip 1 infinite 2")):
+            model = GPT(config)
+            engine = Engine(model, registry(model, config), config, world_size)
+            for action in script.split():
+                tokens = tiny_tokens(config, step=int(action) if action.isdigit() else 7)
+                for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, rank, world_size):
+                    part = tokens[row]
+                    loss = engine(part[:, :-1], part[:, 1:].contiguous()).sum() / tokens[:, 1:].numel()
+                    engine.backward(loss * (float("inf") if action == "infinite" and rank == 1 else 1.0))
+                norm = engine.gradient_norm()
+                if action == "infinite":
+                    outcome["norm_with_infinity"] = norm
+                engine.step(0.01) if action.isdigit() else engine.skip()
+            outcome[run_name] = {}
+            for entry in engine.parameters:
+                for name, state in engine.joined_state(entry).items():
+                    outcome[run_name][f"{name} of {entry.name}"] = state.clone()
+            outcome["applied_steps"] = engine.applied_steps
+            engine.close()
+        results.append(outcome)
+    return results

@@ -1,0 +1,51 @@
+# Each target does all its own set-up; PYTHON is the interpreter that .venv is made from (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+FREE_PORT := $(PYTHON) -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup quickstart test test-py312 check bench clean
+
+setup: data/small/dataset.json  ## .venv with everything, and the committed texts indexed
+
+quickstart: data/laptop/dataset.json  ## train the dense laptop model on real text with 2 processes
+	$(BIN)/deepspeed --num_accelerators 2 --master_port $(shell $(FREE_PORT)) recipes/pretrain.py experiment=dense
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+# The distributed and patch tests on a newer interpreter, which gets the newer megatron-core.
+test-py312:
+	@python=$$(.ci/find-python312) && $(MAKE) --no-print-directory PYTHON=$$python VENV=.venv-py312 _smoke
+_smoke: $(READY)
+	$(BIN)/python -m pytest tests/distributed tests/patches
+
+check: $(READY)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## ratios against the peers
+	$(BIN)/python -m tools.bench train_step --json report/train_step.json
+
+clean:  ## remove what can be made again, but not runs
+	rm -rf .venv .venv-py312 data report
+
+$(READY):
+	@$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) and f'Python {v.major}.{v.minor} is too old: set PYTHON to 3.11 or newer')"
+	@echo "installing into $(VENV) (once; about 1 GB, minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.ready-*; touch $@
+
+data/small/dataset.json: | $(READY)
+	$(BIN)/python -m tools.corpus --out data/corpus_small --offline --max-bytes-per-domain 400000
+	$(BIN)/python -m tools.tokenizer train --input data/corpus_small --vocab-size 2048 --out data/corpus_small/tokenizer.model
+	$(BIN)/python -m tools.index --input data/corpus_small --tokenizer data/corpus_small/tokenizer.model --out data/small --overwrite
+
+data/laptop/dataset.json: | $(READY)
+	$(BIN)/python -m tools.corpus --out data/corpus
+	$(BIN)/python -m tools.tokenizer train --input data/corpus --vocab-size 4096 --out data/corpus/tokenizer.model
+	$(BIN)/python -m tools.index --input data/corpus --tokenizer data/corpus/tokenizer.model --split 92,6,2 --out data/laptop --overwrite

@@ -1,0 +1,228 @@
+"""The model against Hugging Face's Llama and Qwen3, its masks, its vocabulary, its initial weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recipes.config import Activation, Config, Normalization
+from recipes.logical import logical_tensors
+from tests.ranks import forked
+from tests.tiny import tiny_config
+
+HF_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """Our logical name -> Hugging Face's."""
+    outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+    if not name.startswith("layers."):
+        module, kind = name.split(".")
+        return f"{outside[module]}.{kind}"
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    return f"model.layers.{layer}.{HF_NAMES[module]}.{kind}"
+
+
+def build(config: Config):
+    from recipes.model.gpt import GPT, registry
+
+    model = GPT(config)
+    return model, registry(model, config)
+
+
+def logical_weights(entries) -> dict[str, torch.Tensor]:
+    return {piece.name: piece.read(entry.parameter.detach()) for entry in entries for piece in entry.pieces}
+
+
+def tokens(config: Config, batch: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, config.model.vocab_size, (batch, config.model.seq_length + 1), generator=generator)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen3", False)])
+@forked
+def test_logits_and_gradients_are_those_of_hugging_face(family, tied, kv_heads):
+    import transformers
+
+    config = tiny_config(model__num_query_groups=kv_heads, model__share_embeddings_and_output_weights=tied)
+    config.model.qk_layernorm = family == "qwen3"
+    config.model.kv_channels = 12 if family == "qwen3" else None
+    config.model.rotary_base = 5000.0
+    model, entries = build(config)
+    shape = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 12 if family == "qwen3" else 8,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": config.model.layernorm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "tie_word_embeddings": tied,
+        "attn_implementation": "sdpa",
+    }
+    if family == "qwen3":
+        peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    else:
+        peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    weights = {hf_name(name): value.clone() for name, value in logical_weights(entries).items()}
+    missing, unexpected = peer.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+
+    ids = tokens(config)
+    inputs, labels = ids[:, :-1], ids[:, 1:].contiguous()
+    logits = peer(input_ids=inputs).logits
+    torch.testing.assert_close(model.logits(inputs).transpose(0, 1), logits, rtol=1e-4, atol=1e-5)
+    F.cross_entropy(logits.reshape(-1, 60), labels.reshape(-1)).backward()
+    (model(inputs, labels).sum() / labels.numel()).backward()
+    theirs = dict(peer.named_parameters())
+    for entry in entries:
+        for piece in entry.pieces:
+            ours = piece.read(entry.parameter.grad)
+            torch.testing.assert_close(ours, theirs[hf_name(piece.name)].grad, rtol=1e-4, atol=1e-6, msg=piece.name)
+
+
+@forked
+def test_rows_that_pad_the_vocabulary_never_count():
+    config = tiny_config()
+    model, _ = build(config)
+    table = model.embedding.table.weight
+    assert table.shape[0] == 64 and config.model.vocab_size == 60
+    ids = tokens(config)
+    before = model(ids[:, :-1], ids[:, 1:].contiguous())
+    with torch.no_grad():
+        table[60:] = 1e4
+    after = model(ids[:, :-1], ids[:, 1:].contiguous())
+    assert torch.equal(before, after)
+    assert model.logits(ids[:, :-1]).shape[-1] == 60
+    after.sum().backward()
+    assert torch.equal(table.grad[60:], torch.zeros(4, 32))
+
+
+@forked
+def test_document_mask_and_position_reset_equal_separate_documents():
+    from recipes.config import DataConfig
+    from recipes.train.batch import model_inputs
+
+    config = tiny_config()
+    config.data = DataConfig(reset_position_ids=True, reset_attention_mask=True)
+    model, _ = build(config)
+    ids = tokens(config, batch=1) % 59 + 1
+    ids[0, 6] = 0  # the first document is ids 0..6
+    together = model.logits(**_logit_inputs(model_inputs(ids.numpy(), 0, config.data, torch.device("cpu"))))[:, 0]
+    first = model.logits(ids[:, :7])[:, 0]
+    second = model.logits(ids[:, 7:16])[:, 0]
+    torch.testing.assert_close(together, torch.cat((first, second)), rtol=1e-4, atol=1e-5)
+    plain = model_inputs(ids.numpy(), 0, DataConfig(), torch.device("cpu"))
+    assert set(plain) == {"tokens_BS", "labels_BS"}
+    assert (model.logits(**_logit_inputs(plain))[7:, 0] - second).abs().max() > 1e-3  # the mask matters
+
+
+def _logit_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in inputs.items() if key in ("tokens_BS", "positions_BS", "attention_mask")}
+
+
+@forked
+def test_positions_without_a_mask_change_the_attention_across_documents():
+    """Rotary angles per sample: shifting all positions changes nothing, resetting some does."""
+    config = tiny_config()
+    model, _ = build(config)
+    ids = tokens(config)[:, :-1]
+    positions = torch.arange(16).expand(2, -1)
+    torch.testing.assert_close(model.logits(ids, positions + 5), model.logits(ids), rtol=1e-3, atol=1e-4)
+    reset = torch.cat((torch.arange(8), torch.arange(8))).expand(2, -1)
+    assert (model.logits(ids, reset)[8:] - model.logits(ids)[8:]).abs().max() > 1e-3
+
+
+@forked
+def test_loss_is_cross_entropy_in_fp32_with_its_gradient():
+    from recipes.model.gpt import token_losses
+
+    logits = torch.randn(5, 3, 11, requires_grad=True)
+    labels = torch.randint(0, 11, (3, 5))
+    weight = torch.rand(3, 5)
+    (token_losses(logits, labels) * weight).sum().backward()
+    double = logits.detach().double().requires_grad_()
+    expected = -torch.log_softmax(double, -1).gather(2, labels.t()[..., None]).squeeze(-1).t()
+    (expected * weight.double()).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
+    assert token_losses(logits.detach().bfloat16(), labels).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", ["swiglu", "gelu"])
+@forked
+def test_registry_covers_every_weight_once(shape):
+    config = tiny_config(model__share_embeddings_and_output_weights=shape == "gelu")
+    if shape == "gelu":
+        config.model.activation, config.model.normalization = Activation.gelu, Normalization.LayerNorm
+        config.model.add_bias_linear = True
+    else:
+        config.model.add_qkv_bias, config.model.qk_layernorm = True, True
+    _, entries = build(config)
+    expected = logical_tensors(config.model)
+    found = logical_weights(entries)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert all(tuple(found[name].shape) == expected[name].shape for name in expected)
+    # Every element of every parameter belongs to exactly one piece, padding rows of the vocabulary to none.
+    for entry in entries:
+        marks = torch.zeros(entry.parameter.shape)
+        for piece in entry.pieces:
+            piece.window(marks).add_(1)
+        padded = entry.name.startswith(("embedding", "head"))
+        assert marks.max() == 1 and (padded or marks.min() == 1), entry.name
+
+
+@forked
+def test_fused_query_key_value_rows_are_grouped():
+    """heads 4, groups 2: rows q0 q1 k0 v0 | q2 q3 k1 v1, eight channels each."""
+    config = tiny_config()
+    _, entries = build(config)
+    fused = next(entry for entry in entries if entry.name.endswith("0.inner.self_attention.linear_qkv.weight"))
+    tag = torch.zeros(fused.parameter.shape)
+    for piece in fused.pieces:
+        heads = torch.arange(piece.shape[0]) // 8 + {"q": 0, "k": 10, "v": 20}[piece.name.split(".")[-2]]
+        piece.write(tag, heads[:, None].expand(piece.shape).float())
+    assert tag[::8, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+@forked
+def test_initial_weights_depend_on_seed_and_name_only():
+    config = tiny_config()
+    first, deeper = logical_weights(build(config)[1]), tiny_config(model__num_layers=3)
+    more = logical_weights(build(deeper)[1])
+    for name in ("embedding.weight", "layers.1.attention.q.weight", "layers.0.ffn.gate.weight"):
+        assert torch.equal(first[name], more[name])
+    assert not torch.equal(first["layers.0.ffn.gate.weight"], first["layers.1.ffn.gate.weight"])
+    config.run.seed += 1
+    assert not torch.equal(logical_weights(build(config)[1])["embedding.weight"], first["embedding.weight"])
+    std = first["layers.0.ffn.down.weight"].std().item()
+    assert std == pytest.approx(0.1 / math.sqrt(2 * 2), rel=0.1)
+
+
+@forked
+def test_a_prefix_does_not_see_the_future():
+    config = tiny_config()
+    model, _ = build(config)
+    ids = tokens(config)[:, :-1]
+    changed = ids.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 60
+    assert torch.equal(model.logits(ids)[:10], model.logits(changed)[:10])
