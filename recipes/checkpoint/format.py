@@ -48,7 +48,6 @@ TRAINER = "trainer.json"
 _MAX_JSON_BYTES = 1 << 28  # of manifest.json and trainer.json: about a million boxes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of every safetensors reader
 _CHUNK_BYTES = 1 << 24  # read at once for hashing
-_SMALL_BYTES = 1 << 20  # below this, handing a tensor to another thread costs more than hashing it
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,9 @@ def shard_name(kind: str, index: int, count: int) -> str:
 def write_shard(folder: Path, filename: str, kind: str, boxes: Iterable[Box]) -> ShardRecord:
     """Write `boxes` as one new safetensors file and flush it to the disk.
 
-    Tensors may lie on any device and have any strides; one at a time is copied when it must be. Raises ValueError for
-    illegal boxes, FileExistsError when the file is there already, OSError naming the file when the disk is full.
+    Tensors may lie on any device and have any strides; those not contiguous in host memory are copied, at most one
+    shard in all. Raises ValueError for illegal boxes, FileExistsError when the file is there already, OSError naming
+    the file when the disk is full.
     """
     # The largest elements first: every tensor then starts at a multiple of its element size, as mapped reading needs.
     ordered = sorted(boxes, key=lambda box: -box.tensor.dtype.itemsize)
@@ -92,16 +92,11 @@ def write_shard(folder: Path, filename: str, kind: str, boxes: Iterable[Box]) ->
     header, tensors = _plan(ordered, filename)
     digest = hashlib.sha256()
     try:
-        # The hash runs beside the write (both release the interpreter lock), on the bytes that are in memory anyway.
+        # One thread hashes in order, beside the write and the flush (all release the interpreter lock).
         with ThreadPoolExecutor(1) as hasher, open(path, "xb", buffering=1 << 20) as file:
             for part in _parts(header, ordered):
-                if len(part) < _SMALL_BYTES:
-                    digest.update(part)
-                    file.write(part)
-                else:
-                    hashed = hasher.submit(digest.update, part)
-                    file.write(part)
-                    hashed.result()
+                hasher.submit(digest.update, part)
+                file.write(part)
             size = file.tell()
             flush(file)
     except FileExistsError:
