@@ -66,8 +66,9 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     """Weights, gradients and optimizer states of one rank; activations and communication buffers are not counted.
 
     What DeepSpeed 0.19 allocates: ZeRO keeps an fp32 master beside fp32 weights too; bf16 gradients are summed in fp32
-    (ZeRO-1: a whole fp32 sum beside the bf16 gradients, ZeRO-2: the rank's part of the sum), except at stage 0.
-    ZeRO-1 divides masters and moments, ZeRO-2 also gradients (Rajbhandari et al. 2020, arXiv 1910.02054, sec. 3).
+    (ZeRO-1: a whole fp32 sum beside the bf16 gradients, ZeRO-2: the rank's part of the sum), except at stage 0. ZeRO-1
+    divides masters and moments, ZeRO-2 also gradients (Rajbhandari et al. 2020, arXiv 1910.02054, sec. 3); before the
+    last micro-batch is reduced, ZeRO-1 holds whole gradients.
     """
     stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
     held = _held_elements(config.model)
