@@ -1,4 +1,4 @@
-"""Labelled text -> token files: one Megatron .bin/.idx pair per domain and split, and dataset.json.
+"""Labelled text -> token files: one Megatron .bin/.idx pair per domain and split, dataset.json, and the tokenizer.
 
 Each input file is one domain, named after the file: <domain>.jsonl, .jsonl.gz (one JSON object per line), .parquet (a
 string column) or .txt (a document ends at a blank line). Every document becomes its ids and one end-of-document id.
@@ -13,8 +13,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +32,8 @@ from recipes.data.tokenizer import Tokenizer, load_tokenizer
 
 # Text handed to the tokenizer at once: enough to keep its threads busy, little enough to hold in memory.
 _BATCH_CHARACTERS = 2_000_000
+# What a data set consists of; a folder with anything else is never overwritten.
+_OURS = re.compile(r".*\.(bin|idx)|dataset\.json|tokenizer\.(model|json)|tokenizer_config\.json")
 _EPILOG = """examples:
   python -m tools.index --input data/corpus --tokenizer data/tokenizer/tokenizer.model --out data/indexed
   python -m tools.index --input books.parquet notes.txt --tokenizer tokenizer.json --split 98,1,1 --out data/mine
@@ -67,10 +71,11 @@ class Texts:
 
 def survey(documents: Iterable[str], seed: int) -> Texts:
     """Keys and sizes of all documents, empty ones included."""
-    salt = str(seed).encode()
-    pairs = [(hashlib.blake2b(text.encode(), digest_size=8, key=salt).digest(), len(text)) for text in documents]
-    keys = np.frombuffer(b"".join(key for key, _ in pairs), dtype="<u8")
-    return Texts(keys, np.array([size for _, size in pairs], np.int64))
+    salt, keys, sizes = str(seed).encode(), bytearray(), array("q")
+    for text in documents:
+        keys += hashlib.blake2b(text.encode(), digest_size=8, key=salt).digest()
+        sizes.append(len(text))
+    return Texts(np.frombuffer(keys, dtype="<u8"), np.frombuffer(sizes, dtype=np.int64))
 
 
 def assign_splits(domains: Mapping[str, Texts], split: tuple[float, float, float]) -> dict[str, np.ndarray]:
@@ -115,7 +120,7 @@ def index(
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "tokenizer": {
-            "file": tokenizer.path.name,
+            "file": f"tokenizer{tokenizer.path.suffix}",
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.require_eod(),
@@ -127,7 +132,7 @@ def index(
     if existing is not None and not overwrite:
         if any(existing.get(key) != value for key, value in manifest.items()):
             raise ValueError(f"{out}: holds a data set of other text or options; pass --overwrite or another --out")
-        load_dataset(out)
+        load_dataset(out).tokenizer()
         return existing, False
     surveys, done = {}, 0
     for name, path in domains.items():
@@ -145,7 +150,8 @@ def index(
             manifest["domains"][name] = writer.finish()
             done += path.stat().st_size
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        load_dataset(folder)
+        _copy_tokenizer(tokenizer, folder)
+        load_dataset(folder).tokenizer()
     return manifest, True
 
 
@@ -212,6 +218,13 @@ def _identity(path: Path) -> dict[str, Any]:
         return {"file": path.name, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
+def _copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    shutil.copyfile(tokenizer.path, folder / f"tokenizer{tokenizer.path.suffix}")
+    roles = tokenizer.path.with_name("tokenizer_config.json")
+    if tokenizer.path.suffix == ".json" and roles.is_file():
+        shutil.copyfile(roles, folder / roles.name)
+
+
 def _existing(out: Path) -> dict[str, Any] | None:
     """The manifest of the data set in `out`, None where there is nothing. Raises ValueError for anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -220,9 +233,7 @@ def _existing(out: Path) -> dict[str, Any] | None:
         manifest = json.loads((out / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{out}: exists and is not a data set ({error}); choose another --out") from error
-    foreign = sorted(
-        file.name for file in out.iterdir() if file.name != MANIFEST and file.suffix not in (".bin", ".idx")
-    )
+    foreign = sorted(file.name for file in out.iterdir() if not _OURS.fullmatch(file.name))
     if foreign or not isinstance(manifest, dict):
         raise ValueError(f"{out}: holds more than a data set ({', '.join(foreign) or MANIFEST}); choose another --out")
     return manifest
@@ -257,7 +268,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)")
     parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
     parser.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that encode (default: all cores)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="threads that encode (default: all cores)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a data set of other text or options")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the contents of dataset.json here too")
     return parser

@@ -80,7 +80,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self.processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[np.ndarray]:
-        return self.processor.encode_as_numpy(list(texts), num_threads=num_threads)
+        return [np.asarray(ids, dtype=np.int32) for ids in self.processor.encode(list(texts), num_threads=num_threads)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.processor.decode([int(i) for i in ids])
