@@ -42,8 +42,8 @@ $(READY):
 
 data/small/dataset.json: | $(READY)
 	$(BIN)/python -m tools.corpus --out data/corpus_small --offline --max-bytes-per-domain 400000
-	$(BIN)/python -m tools.tokenizer train --input data/corpus_small --vocab-size 2048 --out data/corpus_small/tokenizer.model
-	$(BIN)/python -m tools.index --input data/corpus_small --tokenizer data/corpus_small/tokenizer.model --out data/small --overwrite
+	$(BIN)/python -m tools.tokenizer train --input data/corpus_small --vocab-size 4096 --out data/corpus_small/tokenizer.model
+	$(BIN)/python -m tools.index --input data/corpus_small --tokenizer data/corpus_small/tokenizer.model --split 80,10,10 --out data/small --overwrite
 
 data/laptop/dataset.json: | $(READY)
 	$(BIN)/python -m tools.corpus --out data/corpus

@@ -82,6 +82,7 @@ OWNED_KEYS = {
     "fp16": "use train.precision",
     "amp": "use train.precision",
     "data_types": "gradients accumulate in fp32",
+    "communication_data_type": "gradients are reduced in fp32",
     "zero_optimization.stage": "use zero.stage",
     "zero_optimization.reduce_bucket_size": "use zero.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size": "use zero.allgather_bucket_size",

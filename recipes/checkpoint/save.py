@@ -35,7 +35,7 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
         for kind, members in boxes.items():
             if members:
                 records.append(write_shard(partial, shard_name(kind, rank, world_size), kind, members).to_dict())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         problem = f"rank {rank}: {error}"
     reports = collectives.gather_json({"records": records, "problem": problem})
     problems = [report["problem"] for report in reports if report["problem"]]
@@ -43,20 +43,20 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
         raise CheckpointError(f"{problems[0]}; the checkpoints before step {step} are intact")
 
     def finish() -> str:
-        folder = commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer)
-        rotate(directory, keep, protect)
-        return str(folder)
+        return str(commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer))
 
-    return Path(_on_rank_zero(finish))
+    folder = Path(_on_rank_zero(finish))
+    _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
+    return folder
 
 
 def _on_rank_zero(action: Any) -> Any:
-    """The result of `action` on rank 0, on all ranks; an OSError there is a CheckpointError everywhere."""
+    """The result of `action` on rank 0, on all ranks; what it refuses or fails at is a CheckpointError everywhere."""
     outcome = None
     if dist.get_rank() == 0:
         try:
             outcome = {"result": action()}
-        except OSError as error:
+        except (OSError, ValueError) as error:
             outcome = {"problem": f"rank 0: {error}; the checkpoints before are intact"}
     outcome = collectives.broadcast_json(outcome)
     if "problem" in outcome:
