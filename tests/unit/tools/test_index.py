@@ -9,7 +9,7 @@ from recipes.data.dataset import SPLITS, load_dataset
 from recipes.data.indexed import IndexedSource
 from recipes.data.tokenizer import load_tokenizer
 from tools.index import Options, Texts, assign_splits, index, main, parse_split, survey
-from tools.tokenizer import train
+from tools.tokenizer import export_hf, train
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,46 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
     manifest, written = index([tmp_path / "a.txt"], load_tokenizer(tmp_path), tmp_path / "out", options)
     assert written and manifest["dtype"] == "int32" and manifest["tokenizer"]["vocab_size"] == 65_601
     assert documents(tmp_path / "out", "a", "train") == [[0, 65_600, 1]]
+
+
+def test_the_tokenizer_travels_with_the_data(run, tokenizer_file, tmp_path):
+    assert run({"a": ["the end"]}) == 0
+    assert load_tokenizer(tmp_path / "out").fingerprint == load_tokenizer(tokenizer_file).fingerprint
+    export_hf(tokenizer_file, tmp_path / "hf")
+    options = Options((1, 0, 0), 1, "text")
+    index([tmp_path / "corpus"], load_tokenizer(tmp_path / "hf"), tmp_path / "second", options)
+    copied = load_tokenizer(tmp_path / "second")
+    assert (copied.bos, copied.eos, copied.pad) == (1, 2, 3)
+    assert (tmp_path / "second" / "tokenizer_config.json").is_file()
+
+
+def test_the_tokenizer_comes_with_the_data(run, tokenizer_file, tmp_path, capsys):
+    (tmp_path / "odd.model").write_bytes(tokenizer_file.read_bytes())
+    assert run({"a": ["the end"]}, "--tokenizer", tmp_path / "odd.model") == 0
+    info = load_dataset(tmp_path / "out")
+    assert info.tokenizer().path == tmp_path / "out" / "tokenizer.model"
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["tokenizer"]["file"] == "tokenizer.model"
+    (tmp_path / "out" / "tokenizer.model").unlink()
+    with pytest.raises(ValueError, match=r"found none; .*or index the data again"):
+        info.tokenizer()
+    assert run({"a": ["the end"]}) == 2 and "--overwrite" in capsys.readouterr().err
+    assert run({"a": ["the end"]}, "--overwrite") == 0
+    train([tmp_path / "corpus"], 270, tmp_path / "out" / "tokenizer.model", max_bytes=10**6, seed=1)
+    with pytest.raises(ValueError, match="use the tokenizer of the data"):
+        info.tokenizer()
+
+
+def test_roles_of_a_hugging_face_tokenizer_come_with_the_data(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    (tmp_path / "hf").mkdir()
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "stop": 2, "<unk>": 3}, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["stop"])
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "stop"}')
+    (tmp_path / "a.txt").write_text("ab")
+    index([tmp_path / "a.txt"], load_tokenizer(tmp_path / "hf"), tmp_path / "out", Options((1, 0, 0), 1, "text"))
+    assert load_dataset(tmp_path / "out").tokenizer().eod == 2
 
 
 def test_unchanged_output_is_kept_and_other_output_is_refused(run, tmp_path, capsys):
