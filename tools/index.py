@@ -34,7 +34,6 @@ from recipes.data.tokenizer import Tokenizer, load_tokenizer
 _BATCH_CHARACTERS = 2_000_000
 # What a data set consists of; a folder with anything else is never overwritten.
 _OURS = re.compile(r".*\.(bin|idx)|dataset\.json|tokenizer\.(model|json)|tokenizer_config\.json")
-_ROLES = "tokenizer_config.json"
 _EPILOG = """examples:
   python -m tools.index --input data/corpus --tokenizer data/tokenizer/tokenizer.model --out data/indexed
   python -m tools.index --input books.parquet notes.txt --tokenizer tokenizer.json --split 98,1,1 --out data/mine
@@ -143,7 +142,6 @@ def index(
     dtype = np.dtype(megatron_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
     manifest |= {"dtype": dtype.name, "domains": {}}
     with _atomic_folder(out) as folder:
-        _copy_tokenizer(tokenizer.path, folder)
         for name, path in domains.items():
             writer = _DomainWriter(folder, name, dtype)
             documents = read_documents(path, options.text_key, _after(done, report))
@@ -155,14 +153,6 @@ def index(
         _copy_tokenizer(tokenizer, folder)
         load_dataset(folder).tokenizer()
     return manifest, True
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """Puts the tokenizer into the data set, so that who has the ids can read them."""
-    shutil.copyfile(path, folder / f"tokenizer{path.suffix}")
-    roles = path.with_name(_ROLES)
-    if path.suffix == ".json" and roles.is_file():
-        shutil.copyfile(roles, folder / _ROLES)
 
 
 def _after(offset: int, report: Report) -> Report:
@@ -243,10 +233,7 @@ def _existing(out: Path) -> dict[str, Any] | None:
         manifest = json.loads((out / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{out}: exists and is not a data set ({error}); choose another --out") from error
-    ours = {MANIFEST, "tokenizer.model", "tokenizer.json", _ROLES}
-    foreign = sorted(
-        file.name for file in out.iterdir() if file.name not in ours and file.suffix not in (".bin", ".idx")
-    )
+    foreign = sorted(file.name for file in out.iterdir() if not _OURS.fullmatch(file.name))
     if foreign or not isinstance(manifest, dict):
         raise ValueError(f"{out}: holds more than a data set ({', '.join(foreign) or MANIFEST}); choose another --out")
     return manifest

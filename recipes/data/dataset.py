@@ -1,4 +1,5 @@
-"""An indexed corpus: a folder with dataset.json and, per domain and split, DOMAIN_SPLIT.bin and DOMAIN_SPLIT.idx.
+"""An indexed corpus: a folder with dataset.json, the tokenizer that wrote it (tokenizer.model, or tokenizer.json and,
+where there is one, tokenizer_config.json) and, per domain and split, DOMAIN_SPLIT.bin and DOMAIN_SPLIT.idx.
 
 `load_dataset` checks all of it without torch or megatron, in milliseconds.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from recipes.data.indexed import IndexedSource, num_windows, read_header
-from recipes.data.tokenizer import Tokenizer
+from recipes.data.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "valid", "test")
 MANIFEST = "dataset.json"
@@ -54,6 +55,15 @@ class DatasetInfo:
     def open(self, domain: str, split: str) -> IndexedSource:
         """The documents of one split, mapped into memory."""
         return IndexedSource(self.folder / f"{domain}_{split}", domain)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the folder. Raises ValueError when it is missing or not the one that wrote the data."""
+        try:
+            tokenizer = load_tokenizer(self.folder)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {_AGAIN}") from error
+        self.check_tokenizer(tokenizer)
+        return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError unless `tokenizer` is the one that wrote this data."""

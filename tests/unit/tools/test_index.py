@@ -9,7 +9,7 @@ from recipes.data.dataset import SPLITS, load_dataset
 from recipes.data.indexed import IndexedSource
 from recipes.data.tokenizer import load_tokenizer
 from tools.index import Options, Texts, assign_splits, index, main, parse_split, survey
-from tools.tokenizer import export_hf, train
+from tools.tokenizer import train
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +117,6 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
     manifest, written = index([tmp_path / "a.txt"], load_tokenizer(tmp_path), tmp_path / "out", options)
     assert written and manifest["dtype"] == "int32" and manifest["tokenizer"]["vocab_size"] == 65_601
     assert documents(tmp_path / "out", "a", "train") == [[0, 65_600, 1]]
-
-
-def test_the_tokenizer_travels_with_the_data(run, tokenizer_file, tmp_path):
-    assert run({"a": ["the end"]}) == 0
-    assert load_tokenizer(tmp_path / "out").fingerprint == load_tokenizer(tokenizer_file).fingerprint
-    export_hf(tokenizer_file, tmp_path / "hf")
-    options = Options((1, 0, 0), 1, "text")
-    index([tmp_path / "corpus"], load_tokenizer(tmp_path / "hf"), tmp_path / "second", options)
-    copied = load_tokenizer(tmp_path / "second")
-    assert (copied.bos, copied.eos, copied.pad) == (1, 2, 3)
-    assert (tmp_path / "second" / "tokenizer_config.json").is_file()
 
 
 def test_the_tokenizer_comes_with_the_data(run, tokenizer_file, tmp_path, capsys):
