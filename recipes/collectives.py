@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def start() -> None:
-    """Join the default process group described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    """Join the default process group described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    A process without WORLD_SIZE, or with 1, is alone and needs no port.
+    """
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
 
 
 def stop() -> None:

@@ -11,6 +11,8 @@ import dataclasses
 import enum
 import hashlib
 import json
+import types
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +163,7 @@ class DeepSpeedConfig:
 class DataConfig:
     """Indexed text and how it becomes samples."""
 
-    path: str = "data/laptop"  # folder written by tools.index, relative to the launch directory
+    path: str | None = "data/laptop"  # folder written by tools.index, relative to the launch directory; null: none
     domain_weights: dict[str, float] = field(default_factory=dict)  # share of samples; {}: in proportion to tokens
     wrap: bool = True  # start again when a domain is used up; false: refuse to start with too few samples
     reset_position_ids: bool = False  # positions start at 0 after each end-of-document token
@@ -244,6 +246,38 @@ def to_plain(config: Any) -> Any:
     if isinstance(config, (list, tuple)):
         return [to_plain(value) for value in config]
     return config
+
+
+def from_plain(kind: Any, value: Any, key: str = "") -> Any:
+    """The inverse of `to_plain`: `value` as an instance of the schema or type `kind`. Fields left out have defaults.
+
+    Raises ValueError naming the dotted `key` that the schema does not have, or whose value is of another type.
+    """
+    options = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):  # the schemas only have unions with None
+        (inner,) = (option for option in options if option is not types.NoneType)
+        return None if value is None else from_plain(inner, value, key)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        prefix = f"{key}." if key else ""
+        if unknown := sorted(value.keys() - hints.keys()):
+            raise ValueError(f"{prefix}{unknown[0]}: unknown key; legal are {', '.join(hints)}")
+        return kind(**{name: from_plain(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
+    if origin is dict and isinstance(value, dict):
+        return {name: from_plain(options[1], item, f"{key}.{name}") for name, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [from_plain(options[0], item, f"{key}[{position}]") for position, item in enumerate(value)]
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+        raise ValueError(f"{key}={value!r:.80}: must be one of {', '.join(kind.__members__)}")
+    if kind is Any or type(value) is kind:
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    expected = "a mapping" if dataclasses.is_dataclass(kind) else getattr(origin or kind, "__name__", kind)
+    raise ValueError(f"{key or 'value'}={value!r:.80}: must be {expected}")
 
 
 def config_hash(config: Config) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from recipes.config import Config, Precision
 from recipes.data.loader import step_indices
 from recipes.data.synthetic import write_dataset
 from recipes.engine import Engine
-from recipes.launcher import rank_environment
+from recipes.launcher import Ranks, rank_environment
 from recipes.model.gpt import GPT, registry
 from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
@@ -152,3 +154,12 @@ def skip_cases(rank: int, world_size: int, cases: list[Config]) -> list[dict[str
             engine.close()
         results.append(outcome)
     return results
+
+
+def call_tool(rank: int, world_size: int, module: str, arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a tool, started without a launcher's variables."""
+    for name in Ranks().environment():
+        os.environ.pop(name, None)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = importlib.import_module(module).main(arguments)
+    return code, out.getvalue(), err.getvalue()
