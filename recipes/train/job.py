@@ -5,20 +5,22 @@ RUN/config.yaml  environment.json  metrics.jsonl  summary.json  tokenizer.*  che
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import random
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 import yaml
 from megatron.core import parallel_state, tensor_parallel
 
-from patches.registry import apply_all
+from patches.registry import applied, apply_all
 from recipes import collectives
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.load import load_engine
@@ -37,6 +39,7 @@ from recipes.telemetry.profiler import NoProfile, ProfileWindow
 from recipes.telemetry.summary import write_json
 from recipes.telemetry.throughput import StepTimer
 from recipes.telemetry.wandb_run import open_run
+from recipes.topology import Layout
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
 from recipes.train.resume import check_resumable
@@ -46,9 +49,8 @@ from recipes.train.signals import StopRequest
 def run(config: Config, ranks: Ranks) -> None:
     """Train as described. Raises ValueError for mistakes that only show now; SystemExit(128 + n) after signal n."""
     started = time.monotonic()
-    stop = StopRequest()
     applied = start_process(config, ranks)
-    job = Job(config, ranks, applied, stop)
+    job = Job(config, ranks, applied)
     failed = True
     try:
         loop.train(job)
@@ -59,9 +61,9 @@ def run(config: Config, ranks: Ranks) -> None:
         job.write_summary(time.monotonic() - started)
     job.engine.close()
     collectives.stop()
-    stop.restore()
-    if stop.signal is not None:
-        raise SystemExit(128 + stop.signal)
+    job.stop.restore()
+    if job.stop.signal is not None:
+        raise SystemExit(128 + job.stop.signal)
 
 
 def start_process(config: Config, ranks: Ranks) -> list[str]:
@@ -71,7 +73,7 @@ def start_process(config: Config, ranks: Ranks) -> list[str]:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     os.environ.update(ranks.environment())
-    applied = apply_all(say=print if ranks.rank == 0 else lambda line: None)
+    applied = apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
     collectives.start()
     hashes = set(collectives.gather_json(config_hash(config)))
     if len(hashes) > 1:
@@ -88,20 +90,21 @@ def start_process(config: Config, ranks: Ranks) -> list[str]:
 class Job:
     """Everything that the loop uses, on one rank."""
 
-    def __init__(self, config: Config, ranks: Ranks, patches_applied: list[str], stop: StopRequest):
-        self.config, self.ranks, self.stop = config, ranks, stop
+    def __init__(self, config: Config, ranks: Ranks, patches_applied: list[str]):
+        self.config, self.ranks = config, ranks
         self.device = collectives.device()
         self.dataset = load_dataset(config.data.path)
-        self.folder, checkpoint = _claim_folder(config, ranks, patches_applied)
+        self.folder, checkpoint, self.lock = _claim_folder(config, ranks, patches_applied)
         self.protected = [] if checkpoint is None else [checkpoint.path]
         self.first_step = 1 if checkpoint is None else checkpoint.step + 1
         self.guard = SpikeGuard(config.train)
-        self.model = GPT(config).to(self.device)
+        layout = Layout(ranks.world_size, config.parallel.expert_model_parallel_size)
+        self.model = GPT(config, layout).to(self.device)
         self.engine = Engine(self.model, registry(self.model, config), config, ranks.world_size)
         self._open_data()
-        self._open_telemetry(checkpoint)
-        if checkpoint is not None:
-            self._resume(checkpoint)
+        notes = [] if checkpoint is None else self._resume(checkpoint)
+        self._open_telemetry(checkpoint, notes)  # after all that may fail, so that no W&B run is left open
+        self.stop = StopRequest()  # until here a signal ends the process at once: nothing is lost
         self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
         self.last_values: dict[str, Any] = {}
         self.evaluation: dict[str, float] = {}
@@ -123,7 +126,7 @@ class Job:
             if config.train.eval_samples and self.dataset.domains[domain]["valid"].tokens
         }
 
-    def _open_telemetry(self, checkpoint: Checkpoint | None) -> None:
+    def _open_telemetry(self, checkpoint: Checkpoint | None, notes: list[str]) -> None:
         config, rank_zero = self.config, self.ranks.rank == 0
         done = self.first_step - 1
         run_id = None if checkpoint is None else checkpoint.trainer["wandb_run_id"]
@@ -142,18 +145,22 @@ class Job:
             NoProfile() if window is None else ProfileWindow(*window, self.folder / "profile", self.ranks.rank)
         )
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        names = [line.split()[1] for line in applied()]
+        self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
         self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
-        for eval_set in self.eval_sets.values():
-            if eval_set.note:
-                self.progress.say(eval_set.note)
+        for note in notes + [eval_set.note for eval_set in self.eval_sets.values() if eval_set.note]:
+            self.progress.say(note)
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
+    def _resume(self, checkpoint: Checkpoint) -> list[str]:
+        """Load everything; returns what to tell about it."""
         trainer = checkpoint.trainer
         self.guard.load(trainer["guard"])
-        same_ranks = load_engine(checkpoint, self.engine)
-        self.progress.say(f"resumed from {checkpoint.path}; the next step is {self.first_step}")
-        if not same_ranks:
-            self.progress.say(f"it was written by {trainer['world_size']} ranks: dropout starts from fresh seeds")
+        if self.model.moe is not None:
+            self.model.moe.load(trainer["moe"])
+        notes = [f"resumed from {checkpoint.path}; the next step is {self.first_step}"]
+        if not load_engine(checkpoint, self.engine):
+            notes.append(f"it was written by {trainer['world_size']} ranks: dropout starts from fresh seeds")
+        return notes
 
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop."""
@@ -165,11 +172,14 @@ class Job:
         self.progress.say(loss_table(f"held-out loss after step {step}", rows))
 
     def close(self, failed: bool) -> None:
-        """End all records; the W&B run is marked failed when any rank failed."""
-        self.profile.close()
-        self.progress.close()
-        self.metrics.close()
-        self.wandb.finish(failed)
+        """End all records, each even if another one cannot; the W&B run is marked failed when any rank failed."""
+        with contextlib.ExitStack() as last_to_first:
+            if self.lock is not None:
+                last_to_first.callback(self.lock.close)
+            last_to_first.callback(self.wandb.finish, failed)
+            last_to_first.callback(self.metrics.close)
+            last_to_first.callback(self.progress.close)
+            last_to_first.callback(self.profile.close)
 
     def write_summary(self, seconds: float) -> None:
         """`summary.json`: the last values, the evaluation, the time spent."""
@@ -186,24 +196,51 @@ class Job:
         write_json(self.folder / "summary.json", summary)
 
 
-def _claim_folder(config: Config, ranks: Ranks, patches_applied: list[str]) -> tuple[Path, Checkpoint | None]:
-    """Rank 0 decides on the run folder and the checkpoint to go on from, fills the folder, and tells the others."""
+def _claim_folder(
+    config: Config, ranks: Ranks, patches_applied: list[str]
+) -> tuple[Path, Checkpoint | None, TextIO | None]:
+    """Rank 0 decides on the run folder and the checkpoint to go on from, fills the folder, and tells the others.
+
+    The last of the three keeps other jobs out of the folder until it is closed, or the process ends.
+    """
     decision: dict[str, Any] = {}
+    lock = None
     if ranks.rank == 0:
         try:
-            decision = _decide(config, patches_applied)
+            folder = _make_folder(config)
+            lock = _lock(folder)
+            decision = _fill(folder, config, patches_applied)
         except (ValueError, OSError) as error:
             decision = {"problem": str(error)}
     decision = collectives.broadcast_json(decision)
     if "problem" in decision:
         raise ValueError(decision["problem"])
     checkpoint = None if decision["checkpoint"] is None else open_checkpoint(decision["checkpoint"])
-    return Path(decision["folder"]), checkpoint
+    return Path(decision["folder"]), checkpoint, lock
 
 
-def _decide(config: Config, patches_applied: list[str]) -> dict[str, Any]:
+def _make_folder(config: Config) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
+    except FileExistsError as error:  # made since the description was checked
+        raise ValueError(f"run.dir={folder} exists; choose another folder, or go on by run.resume=auto") from error
+    return folder
+
+
+def _lock(folder: Path) -> TextIO:
+    lock = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"run.dir={folder}: a job is running there; wait for it, or choose another folder") from error
+    except OSError as error:  # some network file systems have no locks
+        print(f"no lock on {folder} ({error.strerror}): start no second job there", flush=True)
+    return lock
+
+
+def _fill(folder: Path, config: Config, patches_applied: list[str]) -> dict[str, Any]:
     path = None
     if config.run.resume is Resume.auto:
         path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
@@ -213,7 +250,6 @@ def _decide(config: Config, patches_applied: list[str]) -> dict[str, Any]:
             print(f"no checkpoint in {folder}: starting at step 1", flush=True)
         else:
             check_resumable(config, open_checkpoint(path))
-    folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
     write_json(folder / "environment.json", describe_environment(patches_applied))
     for tokenizer in Path(config.data.path).glob("tokenizer.*"):

@@ -1,0 +1,70 @@
+"""Faults that tests put into a rank from outside, before it starts."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _at_step_three(rank: int, act: Callable[[], None]) -> None:
+    """Call `act` before the third training step of a rank."""
+    from recipes.train import loop
+
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != str(rank):
+        return
+    train_step, calls = loop.train_step, []
+
+    def faulty(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            Path("failed").touch()
+            act()
+        return train_step(*args)
+
+    loop.train_step = faulty
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("planted fault")
+
+
+def rank_zero_raises() -> None:
+    """Rank 0 raises at step 3."""
+    _at_step_three(0, _raise)
+
+
+def rank_one_raises() -> None:
+    """Rank 1 raises at step 3."""
+    _at_step_three(1, _raise)
+
+
+def rank_one_is_killed() -> None:
+    """Rank 1 vanishes at step 3, as when the system is out of memory."""
+    _at_step_three(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def rank_one_hangs() -> None:
+    """Rank 1 stops moving at step 3; the others wait for 4 seconds in a collective."""
+    collectives = importlib.import_module("recipes.collectives")
+    collectives.TIMEOUT = datetime.timedelta(seconds=4)
+    _at_step_three(1, lambda: time.sleep(3600))
+
+
+def fake_wandb() -> None:
+    """Put a stand-in in the place of the wandb module that writes each call to `wandb_calls`."""
+    from tests.distributed import fake_wandb as stand_in
+
+    sys.modules["wandb"] = stand_in  # type: ignore[assignment]
+
+
+def fake_wandb_and_rank_one_raises() -> None:
+    """Both."""
+    fake_wandb()
+    rank_one_raises()
