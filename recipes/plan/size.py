@@ -4,7 +4,8 @@
 
 FLOPs are those of forward and backward (three times the forward), a multiply-add being 2: per token, 6 for each weight
 of a matrix product, the head included and the embedding look-up not, plus 6 x layers x seq x heads x width for
-attention. That counts the causal half only; PaLM (arXiv 2204.02311, app. B) counts the full square, 12 x.
+attention. That counts the causal half only; PaLM (arXiv 2204.02311, app. B) counts the full square, 12 x. Of the experts
+those that a token is sent to count, and the router; nothing is subtracted for dropped tokens.
 """
 
 from __future__ import annotations
@@ -14,38 +15,54 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.config import Config, ModelConfig, OptimizerName, Precision
-from recipes.logical import head_width, logical_tensors
+from recipes.config import Config, OptimizerName, Precision
+from recipes.logical import LogicalTensor, expert_width, head_width, logical_tensors, moe_layers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def total_parameters(model: ModelConfig) -> int:
+def total_parameters(config: Config) -> int:
     """Weights of the model: tied ones once, vocabulary unpadded. Raises ValueError for an unknown vocabulary size."""
-    _require_vocabulary(model)
-    return sum(tensor.numel for tensor in logical_tensors(model).values())
+    return sum(tensor.numel for tensor in _tensors(config).values())
 
 
-def active_parameters(model: ModelConfig) -> int:
-    """Weights that one token meets: all of them in a dense model."""
-    return total_parameters(model)
+def expert_parameters(config: Config) -> int:
+    """Weights of the experts among which routers choose, over all layers and ranks; a shared expert is not among them."""
+    return sum(tensor.numel for name, tensor in _tensors(config).items() if _is_expert(name))
 
 
-def flops_per_token(model: ModelConfig) -> int:
+def active_parameters(config: Config) -> int:
+    """Weights that one token meets: all but the experts that it is not sent to."""
+    experts = expert_parameters(config)
+    return total_parameters(config) - experts + _active_part(config, experts)
+
+
+def flops_per_token(config: Config) -> int:
     """Floating point operations of forward and backward per token of a full sequence (conventions above)."""
-    _require_vocabulary(model)
-    tensors = logical_tensors(model)
+    model, tensors = config.model, _tensors(config)
+    experts = expert_parameters(config)
     matrices = sum(tensor.numel for tensor in tensors.values() if len(tensor.shape) == 2)
+    matrices += _active_part(config, experts) - experts  # experts are matrices only
     if not model.share_embeddings_and_output_weights:
         matrices -= tensors["embedding.weight"].numel  # the look-up; tied, this matrix is the head
     attention = model.num_layers * model.seq_length * model.num_attention_heads * head_width(model)
     return 6 * matrices + 6 * attention
 
 
-def _require_vocabulary(model: ModelConfig) -> None:
-    if model.vocab_size is None:
+def _tensors(config: Config) -> dict[str, LogicalTensor]:
+    if config.model.vocab_size is None:
         raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
+    return logical_tensors(config)
+
+
+def _is_expert(name: str) -> bool:
+    return ".moe.experts." in name
+
+
+def _active_part(config: Config, experts: int) -> int:
+    """Of weights in equal experts, those of the chosen ones."""
+    return experts * config.moe.moe_router_topk // (config.moe.num_moe_experts or 1)
 
 
 @dataclass(frozen=True)
@@ -68,11 +85,15 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     What DeepSpeed 0.19 allocates: ZeRO keeps an fp32 master beside fp32 weights too; bf16 gradients are summed in fp32
     (ZeRO-1: a whole fp32 sum beside the bf16 gradients, ZeRO-2: the rank's part of the sum), except at stage 0. ZeRO-1
     divides masters and moments, ZeRO-2 also gradients (Rajbhandari et al. 2020, arXiv 1910.02054, sec. 3); before the
-    last micro-batch is reduced, ZeRO-1 holds whole gradients.
+    last micro-batch is reduced, ZeRO-1 holds whole gradients. A rank holds its share of the experts; what ZeRO divides of
+    them is divided over the ranks with the same share, all else over all ranks.
     """
     stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
-    held = _held_elements(config.model)
-    part = math.ceil(held / data_parallel_size)
+    expert_parallel = config.parallel.expert_model_parallel_size
+    experts = expert_parameters(config) // expert_parallel
+    dense = _dense_elements(config)
+    held = dense + experts
+    part = math.ceil(dense / data_parallel_size) + math.ceil(experts / (data_parallel_size // expert_parallel))
     master = 4 if bf16 or stage else 0
     moments = 8 if config.optimizer.name is OptimizerName.adamw else 0
     whole_gradients = 4 if not bf16 else 2 if stage == 0 else 2 + 4
@@ -83,29 +104,34 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     )
 
 
-def _held_elements(model: ModelConfig) -> int:
-    """Elements in memory: the parameters and the rows that pad the vocabulary."""
-    total, multiple = total_parameters(model), model.make_vocab_size_divisible_by
+def _dense_elements(config: Config) -> int:
+    """Elements that every rank holds: the weights outside experts, and the rows that pad the vocabulary."""
+    model, dense = config.model, total_parameters(config) - expert_parameters(config)
     assert model.vocab_size is not None
-    padding_rows = -model.vocab_size % multiple
-    return total + padding_rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
+    padding_rows = -model.vocab_size % model.make_vocab_size_divisible_by
+    return dense + padding_rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
 
 
 def plan(config: Config, world_size: int) -> dict[str, Any]:
     """The sizes of a prepared description on `world_size` data-parallel ranks, as plain values for JSON."""
     model, train = config.model, config.train
     tokens_per_step = train.global_batch_size * model.seq_length
+    flops = flops_per_token(config)
     memory = bytes_per_rank(config, world_size)
+    expert_parallel = config.parallel.expert_model_parallel_size
     return {
-        "total_params": total_parameters(model),
-        "active_params": active_parameters(model),
-        "flops_per_token": flops_per_token(model),
+        "total_params": total_parameters(config),
+        "active_params": active_parameters(config),
+        "flops_per_token": flops,
+        "num_moe_layers": len(moe_layers(config)),
         "world_size": world_size,
         "data_parallel_size": world_size,
+        "expert_model_parallel_size": expert_parallel,
+        "expert_data_parallel_size": world_size // expert_parallel,
         "accumulation": train.global_batch_size // (train.micro_batch_size * world_size),
         "tokens_per_step": tokens_per_step,
         "total_tokens": tokens_per_step * train.steps,
-        "total_flops": tokens_per_step * train.steps * flops_per_token(model),
+        "total_flops": tokens_per_step * train.steps * flops,
         "bytes_per_rank": asdict(memory) | {"total": memory.total},
     }
 
@@ -128,6 +154,7 @@ def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     return {
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
         f"{model.seq_length} tokens per sequence, vocabulary {model.vocab_size}",
+        **_expert_rows(config, sizes),
         "parameters": f"{sizes['total_params']:,}",
         "active parameters": f"{sizes['active_params']:,}",
         "FLOPs per token": f"{sizes['flops_per_token']:,} (forward and backward, causal attention)",
@@ -139,6 +166,19 @@ def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
         "gradient bytes per rank": _size(memory["gradients"]),
         "optimizer bytes per rank": _size(memory["optimizer"]) + where,
         "sum of these": f"{_size(memory['total'])}; activations and communication buffers come on top",
+    }
+
+
+def _expert_rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
+    moe, size = config.moe, sizes["expert_model_parallel_size"]
+    if moe.num_moe_experts is None:
+        return {}
+    shared = moe.moe_shared_expert_intermediate_size
+    return {
+        "experts": f"{moe.num_moe_experts} x {sizes['num_moe_layers']} layers, top-{moe.moe_router_topk}, "
+        f"width {expert_width(config)}" + (f", and a shared one of width {shared}" if shared else ""),
+        "expert parallelism": f"EP {size}: {moe.num_moe_experts // size} experts of each layer per rank, "
+        f"each on {sizes['expert_data_parallel_size']} ranks",
     }
 
 

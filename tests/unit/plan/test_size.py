@@ -32,28 +32,27 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name):
-    model = compose([f"model={name}"]).model
-    assert total_parameters(model) == active_parameters(model) == PUBLISHED[name]
+    config = compose([f"model={name}"])
+    assert total_parameters(config) == active_parameters(config) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt_350m", 0.354), ("gpt_1b3", 1.31), ("gpt_7b", 6.65)])
 def test_parameters_have_the_size_in_the_name(name, billions):
-    assert total_parameters(compose([f"model={name}"]).model) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert total_parameters(compose([f"model={name}"])) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_small_models_have_the_size_that_their_files_state():
     for name, millions in (("debug_1m", 0.9), ("laptop", 1.4)):
-        model = compose([f"model={name}"]).model
-        model.vocab_size = 4096
-        assert total_parameters(model) / 1e6 == pytest.approx(millions, rel=0.05)
+        config = compose([f"model={name}", "model.vocab_size=4096"])
+        assert total_parameters(config) / 1e6 == pytest.approx(millions, rel=0.05)
 
 
-def _small(**changes) -> ModelConfig:
+def _small(**changes) -> Config:
     """2 layers, hidden 8, 4 heads of 2, 2 key/value heads, ffn 16, vocabulary 10 padded to 16, sequences of 4."""
     values = dict(
         num_layers=2, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=16, vocab_size=10
     )
-    return ModelConfig(**values | {"seq_length": 4, "make_vocab_size_divisible_by": 16} | changes)
+    return Config(model=ModelConfig(**values | {"seq_length": 4, "make_vocab_size_divisible_by": 16} | changes))
 
 
 BLOCK = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16  # q, k and v, out, feed-forward
@@ -70,22 +69,23 @@ def test_flops_by_hand(tied):
     """Forward and backward are three forwards; a position sees half of the sequence on average."""
     products = 2 * (2 * BLOCK + 10 * 8)
     scores_and_values = 2 * 2 * (2 * (4 / 2) * 4 * 2)
-    model = _small(share_embeddings_and_output_weights=tied)
-    assert flops_per_token(model) == 3 * (products + scores_and_values)
+    config = _small(share_embeddings_and_output_weights=tied)
+    assert flops_per_token(config) == 3 * (products + scores_and_values)
 
 
 def test_flops_of_gpt3_175b_are_the_published_ones():
     """Brown et al. 2020, app. D: 3.14e23 for 300B tokens, by 6 per parameter, attention left out."""
-    model = compose(["model=gpt_7b"]).model
+    config = compose(["model=gpt_7b"])
+    model = config.model
     model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size = 96, 12288, 96, 4 * 12288
     attention = 6 * 96 * 2048 * 12288
-    assert (flops_per_token(model) - attention) * 300e9 == pytest.approx(3.14e23, rel=0.01)
+    assert (flops_per_token(config) - attention) * 300e9 == pytest.approx(3.14e23, rel=0.01)
 
 
 def _bytes(
     stage: int, precision: Precision, ranks: int = 4, optimizer: OptimizerName = OptimizerName.adamw
 ) -> RankBytes:
-    config = Config(model=_small())
+    config = _small()
     config.zero.stage, config.train.precision, config.optimizer.name = stage, precision, optimizer
     return bytes_per_rank(config, ranks)
 
@@ -137,4 +137,4 @@ def test_plan_and_its_table_agree():
 
 def test_sizes_need_a_vocabulary():
     with pytest.raises(ValueError, match=r"model\.vocab_size=null"):
-        total_parameters(ModelConfig())
+        total_parameters(Config())
