@@ -8,11 +8,13 @@ job      -> run_guarded      -> exit code; the rank that failed speaks first, no
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,8 @@ _SWITCHES = {"--help": "help", "-h": "help", "--version": "version", "--dry-run"
 _LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 _DEEPSPEED_FLAGS = ("--deepspeed", "--deepspeed_config", "--deepspeed_mpi", "--deepscale", "--deepscale_config")
 _PEER_DELAY = 2.0  # seconds by which ranks that only lost their peers let the failing one speak first
+ONE_REQUEST = 3.0  # seconds; a terminal and a launcher pass the same Ctrl-C on, as two signals to every rank
+_LEAVE_WITHIN = 5.0  # seconds from a signal that ends this process to its end
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,7 @@ def run_guarded(job: Callable[[], None], rank: int) -> int:
     1 for everything else, whose traceback is printed. A rank that merely lost its peers waits and prints one line.
     """
     signal.signal(signal.SIGTERM, _on_terminate)
+    _watch_signals(rank)
     try:
         job()
     except KeyboardInterrupt:
@@ -251,6 +256,31 @@ class _Terminated(BaseException):
 
 def _on_terminate(signum: int, frame: object) -> NoReturn:
     raise _Terminated
+
+
+def _watch_signals(rank: int) -> None:
+    """See to it that signals end this process even while its main thread waits in a library for a rank that never comes.
+
+    Python's handlers run in the main thread, after such a wait; a wakeup descriptor tells another thread at once.
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_when_stuck, args=(receiver, rank), daemon=True).start()
+
+
+def _end_when_stuck(receiver: socket.socket, rank: int) -> None:
+    first = math.inf
+    while True:
+        number, now = receiver.recv(1)[0], time.monotonic()
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        # A job that finishes its step first has another handler; a second request ends that one too.
+        at_once = signal.getsignal(number) in (_on_terminate, signal.default_int_handler)
+        if at_once or now - first > ONE_REQUEST:
+            time.sleep(_LEAVE_WITHIN)
+            _end(128 + number, f"rank {rank}: {signal.Signals(number).name} while it waited for the other ranks")
+        first = min(first, now)
 
 
 def _end(code: int, message: str) -> NoReturn:

@@ -10,8 +10,9 @@ from types import FrameType
 
 import psutil
 
+from recipes.launcher import ONE_REQUEST
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ONE_REQUEST = 3.0  # seconds; a terminal and a launcher pass the same Ctrl-C on, as two signals to every rank
 _LAUNCHERS = {
     "deepspeed",
     "deepspeed.launcher.launch",
@@ -49,7 +50,7 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:
             self._signal, self._since = signal.Signals(number), time.monotonic()
-        elif time.monotonic() - self._since > _ONE_REQUEST:
+        elif time.monotonic() - self._since > ONE_REQUEST:
             self.restore()
             signal.raise_signal(number)
 

@@ -78,7 +78,7 @@ def test_a_rank_that_hangs_is_waited_for_only_so_long(tiny_data, tmp_path):
         assert "rank 0: lost contact" in jobs[0].output()
         jobs[1].send(signal.SIGTERM)  # what a launcher does next
         time.sleep(3.5)
-        jobs[1].send(signal.SIGTERM)
+        jobs[1].send(signal.SIGTERM)  # the second request does not wait for the step
         assert jobs[1].wait(10) == 143
 
 
