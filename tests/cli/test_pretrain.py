@@ -33,7 +33,7 @@ MISTAKES = {
     "unknown key with +": (["+model.typo=1"], ["model.typo", "unknown key", "hidden_size"]),
     "unknown key with ++": (["++model.hiden_size=1"], ["model.hiden_size", "did you mean model.hidden_size"]),
     "right key, wrong group": (["train.hidden_size=3"], ["train.hidden_size", "did you mean model.hidden_size?"]),
-    "unknown group": (["modle.hidden_size=3"], ["modle", "did you mean model?", "experiment"]),
+    "unknown group": (["modle.hidden_size=3"], ["modle", "did you mean model", "experiment"]),
     "unknown option": (["optimizer=adam"], ["optimizer=adam", "adamw, sgd"]),
     "unknown experiment": (["experiment=nix"], ["experiment=nix", "dense"]),
     "no option": (["experiment=null"], ["experiment=null", "dense"]),

@@ -11,7 +11,8 @@ import pytest
 
 from recipes.config import Activation, Config, DecayStyle, Resume, TransformerImpl
 from recipes.schema import entries
-from recipes.validation import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS, prepare, problems
+from recipes.validation import prepare, problems
+from recipes.validation.limits import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS
 from tests.cli.fake_data import write_dataset
 
 
@@ -126,7 +127,12 @@ def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_s
         {"zero.stage": 2, "zero.offload_optimizer": True, "zero.overlap_comm": True},
         {"telemetry.profile_steps": [1000, 1000]},
         {"model.vocab_size": 4096},
-        {"deepspeed.extra": {"zero_optimization": {"reduce_scatter": False}, "comms_logger": {"enabled": True}}},
+        {
+            "deepspeed.extra": {
+                "zero_optimization": {"ignore_unused_parameters": False},
+                "comms_logger": {"enabled": True},
+            }
+        },
         {"run.dir": "new/er/folder"},
         {"run.dir": "new", "run.resume": Resume.auto},  # nothing there yet: starts at step 1
         {"run.dir": "data", "run.resume": Resume.auto},

@@ -1,0 +1,66 @@
+"""Checks of a composed description: every problem at once, before any rank joins and before torch is imported.
+
+Config, number of ranks, launch directory -> problems() -> [message, ...]   each: key, value, legal range, a way out
+                                          -> prepare()  -> Config with everything derived filled in
+
+`limits`: single values; `settings`, `experts`: values against each other; `files`: what is on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from recipes.config import Config
+from recipes.data.dataset import load_dataset
+from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
+from recipes.validation.experts import check_experts
+from recipes.validation.files import check_data, check_run_folder
+from recipes.validation.limits import check_owned_keys, check_ranges
+from recipes.validation.settings import (
+    check_batch,
+    check_model,
+    check_schedule,
+    check_telemetry,
+    check_train,
+    check_zero,
+)
+
+__all__ = ["prepare", "problems"]
+
+
+def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
+    """Every problem of the description for `world_size` ranks; an empty list when it can run.
+
+    Relative paths start at `launch_dir`. A dry run needs no data when `model.vocab_size` is given. Nothing is written.
+    """
+    found = [*check_ranges(config)]
+    if found:  # arithmetic on values out of range says nothing
+        return found
+    for check in (check_batch, check_train, check_model, check_experts, check_zero, check_schedule, check_telemetry):
+        found += check(config, world_size)
+    found += check_owned_keys(config)
+    found += check_run_folder(config, launch_dir)
+    found += check_data(config, launch_dir, dry_run)
+    return found
+
+
+def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
+    """A valid description with every derived value filled in: what the run records and works with."""
+    vocab_size, moe = config.model.vocab_size, config.moe
+    if vocab_size is None:
+        assert config.data.path is not None
+        vocab_size = load_dataset(launch_dir / config.data.path).vocab_size
+    return replace(
+        config,
+        model=replace(
+            config.model,
+            vocab_size=vocab_size,
+            ffn_hidden_size=ffn_width(config.model),
+            num_query_groups=num_kv_heads(config.model),
+            kv_channels=head_width(config.model),
+        ),
+        moe=replace(moe, moe_ffn_hidden_size=None if moe.num_moe_experts is None else expert_width(config)),
+        parallel=replace(config.parallel, data_parallel_size=world_size),
+        schedule=replace(config.schedule, lr_decay_steps=config.schedule.lr_decay_steps or config.train.steps),
+    )
