@@ -32,7 +32,7 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """20 steps on two ranks with two checkpoints; the documents of each sample are told apart."""
+    """20 steps on two ranks with two checkpoints; with dropout, and the documents of a sample told apart."""
     root = tmp_path_factory.mktemp("trained")
     (root / "corpus").mkdir()
     for name, text in (("en", ENGLISH), ("ja", JAPANESE)):
@@ -44,6 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     assert index([*inputs, "--split", "6,2,2", "--out", str(root / "data")]) == 0
     config = tiny_config(train__micro_batch_size=4, train__steps=20, train__eval_samples=7)
     config.model.vocab_size, config.optimizer.name, config.optimizer.lr = None, OptimizerName.adamw, 1e-2
+    config.model.hidden_dropout = config.model.attention_dropout = 0.1
     config.data.path, config.run.dir = str(root / "data"), str(root / "run")
     config.data.reset_position_ids = config.data.reset_attention_mask = config.data.eod_mask_loss = True
     config.schedule.lr_warmup_steps, config.checkpoint.save_interval = 3, 10

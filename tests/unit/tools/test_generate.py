@@ -74,14 +74,15 @@ def test_output_of_a_diverged_model_is_refused(value):
 class FixedModel(torch.nn.Module):
     """After id i the most likely id is `following[i]`; records what it is shown."""
 
-    def __init__(self, following, seq_length):
+    def __init__(self, following, seq_length, data=None):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(model=SimpleNamespace(seq_length=seq_length), data=DataConfig())
-        self.following, self.shown = torch.tensor(following), []
+        self.config = SimpleNamespace(model=SimpleNamespace(seq_length=seq_length), data=data or DataConfig())
+        self.following, self.shown, self.inputs = torch.tensor(following), [], None
 
     def logits(self, tokens_BS, positions_BS, attention_mask):
         self.shown.append(tokens_BS[0].tolist())
+        self.inputs = positions_BS, attention_mask
         return torch.nn.functional.one_hot(self.following[tokens_BS], len(self.following)).float().transpose(0, 1)
 
 
@@ -103,6 +104,18 @@ def test_an_empty_prompt_starts_a_document_and_the_window_slides():
     assert model.shown == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
     greedy(model, [4, 4, 4, 4, 1], limit=1)
     assert model.shown[-1] == [4, 4, 1]
+
+
+def test_documents_are_told_apart_as_in_training():
+    data = DataConfig(reset_position_ids=True, reset_attention_mask=True)
+    model = FixedModel([1, 2, 3, 0, 4], seq_length=8, data=data)
+    greedy(model, [4, 0, 4], limit=1)
+    positions_BS, attention_mask = model.inputs
+    assert positions_BS.tolist() == [[0, 1, 0]]
+    assert attention_mask[0, 0].tolist() == [[False, True, True], [False, False, True], [True, True, False]]
+    plain = FixedModel([1, 2, 3, 0, 4], seq_length=8)
+    greedy(plain, [4, 0, 4], limit=1)
+    assert plain.inputs == (None, None)
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn():
