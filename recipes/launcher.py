@@ -7,6 +7,8 @@ job      -> run_guarded      -> exit code; the rank that failed speaks first, no
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import math
 import os
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
@@ -248,6 +250,20 @@ def run_guarded(job: Callable[[], None], rank: int) -> int:
             _end(1, f"rank {rank}: lost contact with the other ranks; see the first traceback ({reason[0]})")
         _end(1, f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
     return 0
+
+
+@contextlib.contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import large libraries without looking for garbage among objects that stay, neither now nor later or at the end.
+
+    They make half a million; collections cost a quarter of the time from start to first step, and 2 s at the end.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 class _Terminated(BaseException):

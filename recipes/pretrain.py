@@ -19,7 +19,7 @@ if not __package__:  # run as a file: the modules beside this one must not becom
 
 from recipes import schema  # noqa: E402
 from recipes.config import Config  # noqa: E402
-from recipes.launcher import fail, rank_environment, run_guarded, split_arguments  # noqa: E402
+from recipes.launcher import fail, heavy_imports, rank_environment, run_guarded, split_arguments  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 
 CONFIG_DIR = ROOT / "hydra_conf"
@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}", file=sys.stderr)
 
     def job() -> None:
-        from recipes.train.job import run
+        with heavy_imports():
+            from recipes.train.job import run
 
         run(config, ranks)
 
