@@ -15,54 +15,61 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.config import Config, OptimizerName, Precision
-from recipes.logical import LogicalTensor, expert_width, head_width, logical_tensors, moe_layers
+from recipes.config import Config, ModelConfig, OptimizerName, Precision
+from recipes.logical import expert_width, head_width, logical_tensors, moe_layers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights over all layers and ranks: tied ones once, vocabulary unpadded.
+
+    `experts` are those among which routers choose (not a shared one), `active_experts` those of them that one token is sent
+    to; `multiplied` are the dense weights that take part in matrix products.
+    """
+
+    dense: int
+    experts: int
+    active_experts: int
+    multiplied: int
+
+
+def count_weights(config: Config) -> Weights:
+    """The weights of a description. Raises ValueError for an unknown vocabulary size."""
+    model, moe = config.model, config.moe
+    if model.vocab_size is None:
+        raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
+    dense = experts = multiplied = 0
+    for name, tensor in logical_tensors(config).items():
+        if ".moe.experts." in name:
+            experts += tensor.numel
+            continue
+        dense += tensor.numel
+        look_up = name == "embedding.weight" and not model.share_embeddings_and_output_weights
+        if len(tensor.shape) == 2 and not look_up:  # tied, the embedding is the head
+            multiplied += tensor.numel
+    return Weights(dense, experts, experts * moe.moe_router_topk // (moe.num_moe_experts or 1), multiplied)
+
+
 def total_parameters(config: Config) -> int:
-    """Weights of the model: tied ones once, vocabulary unpadded. Raises ValueError for an unknown vocabulary size."""
-    return sum(tensor.numel for tensor in _tensors(config).values())
-
-
-def expert_parameters(config: Config) -> int:
-    """Weights of the experts among which routers choose, over all layers and ranks; a shared expert is not among them."""
-    return sum(tensor.numel for name, tensor in _tensors(config).items() if _is_expert(name))
+    """Weights of the model."""
+    weights = count_weights(config)
+    return weights.dense + weights.experts
 
 
 def active_parameters(config: Config) -> int:
     """Weights that one token meets: all but the experts that it is not sent to."""
-    experts = expert_parameters(config)
-    return total_parameters(config) - experts + _active_part(config, experts)
+    weights = count_weights(config)
+    return weights.dense + weights.active_experts
 
 
 def flops_per_token(config: Config) -> int:
     """Floating point operations of forward and backward per token of a full sequence (conventions above)."""
-    model, tensors = config.model, _tensors(config)
-    experts = expert_parameters(config)
-    matrices = sum(tensor.numel for tensor in tensors.values() if len(tensor.shape) == 2)
-    matrices += _active_part(config, experts) - experts  # experts are matrices only
-    if not model.share_embeddings_and_output_weights:
-        matrices -= tensors["embedding.weight"].numel  # the look-up; tied, this matrix is the head
+    model, weights = config.model, count_weights(config)
     attention = model.num_layers * model.seq_length * model.num_attention_heads * head_width(model)
-    return 6 * matrices + 6 * attention
-
-
-def _tensors(config: Config) -> dict[str, LogicalTensor]:
-    if config.model.vocab_size is None:
-        raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
-    return logical_tensors(config)
-
-
-def _is_expert(name: str) -> bool:
-    return ".moe.experts." in name
-
-
-def _active_part(config: Config, experts: int) -> int:
-    """Of weights in equal experts, those of the chosen ones."""
-    return experts * config.moe.moe_router_topk // (config.moe.num_moe_experts or 1)
+    return 6 * (weights.multiplied + weights.active_experts) + 6 * attention
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,9 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     """
     stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
     expert_parallel = config.parallel.expert_model_parallel_size
-    experts = expert_parameters(config) // expert_parallel
-    dense = _dense_elements(config)
+    weights = count_weights(config)
+    experts = weights.experts // expert_parallel
+    dense = weights.dense + _padding_elements(config.model)
     held = dense + experts
     part = math.ceil(dense / data_parallel_size) + math.ceil(experts / (data_parallel_size // expert_parallel))
     master = 4 if bf16 or stage else 0
@@ -104,12 +112,11 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     )
 
 
-def _dense_elements(config: Config) -> int:
-    """Elements that every rank holds: the weights outside experts, and the rows that pad the vocabulary."""
-    model, dense = config.model, total_parameters(config) - expert_parameters(config)
+def _padding_elements(model: ModelConfig) -> int:
+    """Elements of the rows that pad the vocabulary."""
     assert model.vocab_size is not None
-    padding_rows = -model.vocab_size % model.make_vocab_size_divisible_by
-    return dense + padding_rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
+    rows = -model.vocab_size % model.make_vocab_size_divisible_by
+    return rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
 
 
 def plan(config: Config, world_size: int) -> dict[str, Any]:
@@ -177,8 +184,8 @@ def _expert_rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     return {
         "experts": f"{moe.num_moe_experts} x {sizes['num_moe_layers']} layers, top-{moe.moe_router_topk}, "
         f"width {expert_width(config)}" + (f", and a shared one of width {shared}" if shared else ""),
-        "expert parallelism": f"EP {size}: {moe.num_moe_experts // size} experts of each layer per rank, "
-        f"each on {sizes['expert_data_parallel_size']} ranks",
+        "expert parallelism": f"EP {size}: {moe.num_moe_experts // size} of the {moe.num_moe_experts} experts of a layer "
+        f"on each rank; expert-data-parallel {sizes['expert_data_parallel_size']}",
     }
 
 

@@ -64,6 +64,13 @@ MISTAKES = {
     "run folder exists": (["run.dir=data"], ["run.dir=data", "exists", "run.resume=auto"]),
     "run folder is a file": (["run.dir=data/laptop/dataset.json"], ["dataset.json", "is a file"]),
     "run folder cannot be made": (["run.dir=/proc/nowhere/run"], ["run.dir=/proc/nowhere/run", "write"]),
+    "unknown option of experts": (["moe=swich"], ["moe=swich", "dense", "switch"]),
+    "right key of experts, wrong group": (["model.moe_router_topk=2"], ["did you mean moe.moe_router_topk?"]),
+    "experts of a dense model": (["moe.moe_router_topk=2"], ["moe.moe_router_topk=2", "dense model", "moe=switch"]),
+    "more expert parallelism than ranks": (
+        ["experiment=switch_8e", "parallel.expert_model_parallel_size=2"],
+        ["expert_model_parallel_size=2", "data-parallel size 1", "parallel.data_parallel_size=2"],
+    ),
     "owned key": (["deepspeed.extra={zero_optimization:{stage:2}}"], ["zero_optimization.stage", "zero.stage"]),
 }
 
@@ -139,6 +146,19 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     ]
     assert [part for part in expected if part not in out] == []
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_dry_run_of_experts_shows_how_they_are_shared_out(capsys):
+    words = ["experiment=switch_8e", "parallel.expert_model_parallel_size=2", "parallel.data_parallel_size=2"]
+    assert pretrain.main([*words, "--dry-run", "--json", "plan.json"]) == 0
+    out, sizes = " ".join(capsys.readouterr().out.split()), json.loads(Path("plan.json").read_text())
+    assert "8 x 2 layers, top-1, width 384" in out and "EP 2: 4 of the 8" in out
+    assert (sizes["num_moe_layers"], sizes["expert_model_parallel_size"], sizes["expert_data_parallel_size"]) == (
+        2,
+        2,
+        1,
+    )
+    assert sizes["total_params"] > 2 * sizes["active_params"]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,18 @@ def test_every_option_and_experiment_is_valid(choice, tmp_path):
 def test_config_files_are_short_and_say_where_they_come_from():
     for file in CONFIG_DIR.rglob("*.yaml"):
         assert len(file.read_text().splitlines()) < 40, file
-    for file in (CONFIG_DIR / "model").glob("*.yaml"):
+    for file in (*(CONFIG_DIR / "model").glob("*.yaml"), *(CONFIG_DIR / "moe").glob("*.yaml")):
         assert file.read_text().startswith("# "), file
+
+
+@pytest.mark.parametrize(
+    "name", ["switch_4e", "switch_8e", "switch_16e", "switch_32e", "top2_8e", "fine_grained_32e_top4_shared"]
+)
+def test_experiments_with_experts_differ_from_the_control_in_their_experts_only(name):
+    dense, sparse = _flat(_composed("experiment=dense")), _flat(_composed(f"experiment={name}"))
+    changed = {key for key in dense if dense[key] != sparse[key]}
+    assert {key for key in changed if not key.startswith("moe.")} == {"run.name"}
+    assert sparse["moe.moe_layer_freq"] == 2 and sparse["moe.moe_expert_capacity_factor"] is None
 
 
 def test_every_key_has_a_type_in_words_and_its_default_can_be_written():

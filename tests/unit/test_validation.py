@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
-from recipes.config import Activation, Config, DecayStyle, Resume, TransformerImpl
+from recipes.config import (
+    Activation,
+    AuxLossScope,
+    Config,
+    DecayStyle,
+    MoeBackend,
+    Resume,
+    TokenDropPolicy,
+    TransformerImpl,
+)
 from recipes.schema import entries
 from recipes.validation import prepare, problems
 from recipes.validation.limits import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS
 from tests.cli.fake_data import write_dataset
+from tests.ranks import forked
 
 
 @pytest.fixture
@@ -76,6 +86,7 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"model.transformer_impl": TransformerImpl.transformer_engine}, 1, ["transformer_engine", "auto"]),
     ({"zero.stage": 3}, 1, ["zero.stage=3", "ZeRO-3", "0, 1 or 2"]),
     ({"zero.stage": 7}, 1, ["zero.stage=7", "0, 1 or 2"]),
+    ({"zero.stage": 3, "moe.num_moe_experts": 8}, 1, ["zero.stage=3", "experts", "0, 1 or 2"]),
     (
         {"zero.stage": 0, "zero.offload_optimizer": True},
         1,
@@ -104,6 +115,58 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"data.domain_weights": {"en": -1.0}}, 1, ["data.domain_weights.en=-1.0", ">= 0"]),
     ({"data.domain_weights": {"en": 0.0}}, 1, ["all weights are 0"]),
     ({"data.wrap": False}, 1, ["data.wrap=false", "16000", "en has 781", "data.wrap=true"]),
+]
+
+E8 = {"moe.num_moe_experts": 8}
+DEEPSPEED = E8 | {"moe.backend": MoeBackend.deepspeed}
+CASES += [
+    (E8 | {"moe.moe_router_topk": 9}, 1, ["moe_router_topk=9", "at most moe.num_moe_experts=8"]),
+    (
+        {"moe.num_moe_experts": 6, "parallel.expert_model_parallel_size": 4, "train.micro_batch_size": 4},
+        4,
+        ["moe.num_moe_experts=6 must be divisible by parallel.expert_model_parallel_size=4", "4 or 8"],
+    ),
+    (
+        {"moe.num_moe_experts": 6, "parallel.expert_model_parallel_size": 3},
+        2,
+        ["expert_model_parallel_size=3", "data-parallel size 2", "1, 2", "start 3"],
+    ),
+    (E8 | {"parallel.expert_model_parallel_size": 4}, 2, ["model_parallel_size=4", "size 2", "data_parallel_size=4"]),
+    (E8 | {"parallel.expert_model_parallel_size": 4, "train.global_batch_size": 48}, 6, ["size 6", "1, 2, 3, 6"]),
+    ({"parallel.expert_model_parallel_size": 2}, 2, ["expert_model_parallel_size=2", "dense model", "moe=switch"]),
+    (
+        {"moe.moe_router_topk": 2, "moe.backend": MoeBackend.deepspeed},
+        1,
+        ["moe.backend=deepspeed, moe.moe_router_topk=2 have no effect", "num_moe_experts=null", "=8"],
+    ),
+    ({"moe.aux_loss_scope": AuxLossScope.sequence}, 1, ["aux_loss_scope=sequence has no effect"]),
+    (E8 | {"moe.moe_layer_freq": 5}, 1, ["moe_layer_freq=5", "model.num_layers=4", "1 or 2"]),
+    (E8 | {"model.add_bias_linear": True}, 1, ["add_bias_linear=true", "num_moe_experts=8", "moe=dense"]),
+    (E8 | {"moe.moe_router_pre_softmax": False}, 1, ["pre_softmax=false", "topk=1", "always 1", "topk=2"]),
+    (E8 | {"moe.moe_min_capacity": 4}, 1, ["moe_min_capacity=4", "capacity_factor=1.25", "moe_min_capacity=0"]),
+    (
+        E8 | {"moe.moe_token_drop_policy": TokenDropPolicy.position},
+        1,
+        ["moe_token_drop_policy=position", "nothing is dropped", "moe_token_drop_policy=probs"],
+    ),
+    (DEEPSPEED | {"moe.moe_router_topk": 2}, 1, ["pre_softmax=true", "backend=deepspeed", "2 choices", "grouped"]),
+    (DEEPSPEED | {"moe.moe_router_pre_softmax": False}, 1, ["pre_softmax=false", "topk=1"]),
+    (DEEPSPEED | {"moe.moe_expert_capacity_factor": 1.5}, 1, ["capacity_factor=1.5", "arbitrary", "grouped"]),
+    (DEEPSPEED | {"moe.moe_eval_capacity_factor": 2.0}, 1, ["eval_capacity_factor=2.0", "arbitrary", "null"]),
+    *(
+        (
+            DEEPSPEED
+            | {
+                "moe.moe_router_topk": topk,
+                "moe.moe_router_pre_softmax": False,
+                "moe.moe_expert_capacity_factor": 1.5,
+                "moe.moe_token_drop_policy": policy,
+            },
+            1,
+            ["capacity_factor=1.5", f"topk={topk}", f"by {how}", "renormalises", "grouped"],
+        )
+        for topk, policy, how in ((2, TokenDropPolicy.position, "position"), (3, TokenDropPolicy.probs, "probability"))
+    ),
 ]
 
 
@@ -137,6 +200,13 @@ def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_s
         {"run.dir": "new", "run.resume": Resume.auto},  # nothing there yet: starts at step 1
         {"run.dir": "data", "run.resume": Resume.auto},
         {"data.domain_weights": {"ja": 1.0}},
+        E8 | {"moe.moe_layer_freq": 4, "moe.moe_router_topk": 8},
+        E8 | {"moe.moe_expert_capacity_factor": 1.25, "moe.moe_min_capacity": 4},
+        E8 | {"moe.moe_eval_capacity_factor": 2.0, "moe.moe_token_drop_policy": TokenDropPolicy.position},
+        E8 | {"moe.moe_router_topk": 2},  # weights that do not add up to 1, as in OLMoE
+        {"moe.num_moe_experts": 1},
+        DEEPSPEED,
+        DEEPSPEED | {"moe.moe_router_topk": 3, "moe.moe_router_pre_softmax": False},
     ],
 )
 def test_legal_descriptions_are_left_alone(changes, launch_dir):
@@ -208,3 +278,37 @@ def test_prepare_fills_in_what_follows(launch_dir):
     assert config == Config()  # the composed description is left as it was
     given = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, lr_decay_steps=500))
     assert prepare(given, 1, launch_dir=launch_dir).schedule.lr_decay_steps == 500
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_expert_parallelism_divides_ranks_and_experts(size, launch_dir):
+    changes = E8 | {"parallel.expert_model_parallel_size": size, "train.micro_batch_size": 4}
+    assert problems(_config(changes), 4, launch_dir=launch_dir) == []
+
+
+def test_preparing_fills_in_the_width_of_experts(launch_dir):
+    assert prepare(_config(E8), 1, launch_dir=launch_dir).moe.moe_ffn_hidden_size == 384
+    assert prepare(Config(), 1, launch_dir=launch_dir).moe == Config().moe  # still nothing that a dense model ignores
+
+
+@forked
+def test_stock_gates_treat_dropped_choices_otherwise():
+    """Why the stock layer takes no capacity factor: when this fails with a new DeepSpeed, the rule may go."""
+    import torch
+    from deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
+
+    agreements = []
+    for seed in range(8):
+        logits_TE = torch.randn(6, 2, generator=torch.Generator().manual_seed(seed)) + torch.tensor([9.0, 0.0])
+        *_, ids, _, _, _ = top1gating(logits_TE, 1 / 3, 0, use_rts=False, sparse_routes=True)
+        (kept,) = torch.nonzero(ids[0] == 0).flatten().tolist()  # one of six takes the one place of expert 0
+        agreements.append((kept == 0, kept == int(torch.softmax(logits_TE, dim=1)[:, 0].argmax())))
+    by_position, by_probability = zip(*agreements, strict=True)
+    assert not all(by_position) and not all(by_probability)
+
+    logits_TE = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    two = top2gating(logits_TE.clone(), 0.8, 0, top2_2nd_expert_sampling=False, sparse_routes=True)
+    three = topkgating(logits_TE.clone(), 3, 0.8, 0, sparse_routes=True)
+    for *_, ids, _, gates, _ in (two, three):
+        some = ((ids < 0).sum(0) > 0) & ((ids >= 0).sum(0) > 0)  # tokens that lost some of their choices
+        assert some.any() and torch.allclose(gates.sum(0)[some], torch.ones(()))

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from recipes.config import Config, ModelConfig, OptimizerName, Precision
+from recipes.config import Config, ModelConfig, MoeConfig, OptimizerName, Precision
 from recipes.plan.size import (
     RankBytes,
     active_parameters,
@@ -18,6 +18,7 @@ from recipes.plan.size import (
     total_parameters,
 )
 from recipes.pretrain import compose
+from tests.ranks import forked
 
 # GPT-2 small has 124,439,808 with 1024 learned positions of 768, which rotary ones replace. The others are the element
 # counts of the published weight files; Qwen3-0.6B is tied.
@@ -34,6 +35,23 @@ PUBLISHED = {
 def test_parameters_are_the_published_ones(name):
     config = compose([f"model={name}"])
     assert total_parameters(config) == active_parameters(config) == PUBLISHED[name]
+
+
+# Of the published weight files, and the active ones as their reports give them. OLMoE's norms of queries and keys have one
+# weight for each of 2048 channels, ours for each of the 128 of a head.
+PUBLISHED_EXPERTS = {
+    "mixtral_8x7b": (46_702_792_704, 12.9),
+    "qwen3_30b_a3b": (30_532_122_624, 3.35),
+    "olmoe_1b_7b": (6_919_161_856 - 16 * 2 * (2048 - 128), 1.28),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_EXPERTS)
+def test_parameters_with_experts_are_the_published_ones(name):
+    config = compose([f"model={name}", f"moe={name}"])
+    total, active_billions = PUBLISHED_EXPERTS[name]
+    assert total_parameters(config) == total
+    assert active_parameters(config) / 1e9 == pytest.approx(active_billions, rel=0.003)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt_350m", 0.354), ("gpt_1b3", 1.31), ("gpt_7b", 6.65)])
@@ -73,6 +91,37 @@ def test_flops_by_hand(tied):
     assert flops_per_token(config) == 3 * (products + scores_and_values)
 
 
+def _experts(**changes) -> Config:
+    """The small model with 4 experts of width 6, top-2, in layer 0, and a shared one of width 10."""
+    config = _small()
+    values = dict(num_moe_experts=4, moe_layer_freq=2, moe_ffn_hidden_size=6, moe_shared_expert_intermediate_size=10)
+    config.moe = MoeConfig(**values | {"moe_router_topk": 2} | changes)
+    return config
+
+
+ATTENTION = BLOCK - 3 * 8 * 16
+EXPERT, SHARED, ROUTER = 3 * 8 * 6, 3 * 8 * 10, 4 * 8
+
+
+def test_parameters_and_flops_with_experts_by_hand():
+    outside = 2 * ATTENTION + 3 * 8 * 16 + SHARED + ROUTER + 10 * 8  # matrices; the norms come on top
+    config = _experts()
+    assert total_parameters(config) == outside + NORMS + 4 * EXPERT
+    assert active_parameters(config) == outside + NORMS + 2 * EXPERT
+    assert flops_per_token(config) - flops_per_token(_small()) == 6 * (2 * EXPERT + SHARED + ROUTER - 3 * 8 * 16)
+    every_layer = _experts(moe_layer_freq=1, moe_shared_expert_intermediate_size=None)
+    assert total_parameters(every_layer) == 2 * (ATTENTION + ROUTER + 4 * EXPERT) + NORMS + 10 * 8
+
+
+@forked
+def test_a_built_model_has_the_planned_weights():
+    from recipes.model.gpt import GPT, registry
+
+    for config in (_experts(), _experts(moe_layer_freq=1), _small()):
+        entries = registry(GPT(config), config)
+        assert sum(entry.parameter.numel() for entry in entries) == total_parameters(config) + 6 * 8  # padding rows
+
+
 def test_flops_of_gpt3_175b_are_the_published_ones():
     """Brown et al. 2020, app. D: 3.14e23 for 300B tokens, by 6 per parameter, attention left out."""
     config = compose(["model=gpt_7b"])
@@ -110,6 +159,17 @@ def test_bytes_per_rank_by_hand(stage, precision, weights, gradients, optimizer)
     assert expected.total == HELD * (weights + gradients + optimizer)
 
 
+@pytest.mark.parametrize(("size", "copies"), [(1, 4), (2, 2), (4, 1)])
+def test_bytes_per_rank_with_experts_by_hand(size, copies):
+    """4 ranks: the dense part is divided over 4, the experts of a rank over the ranks that hold the same ones."""
+    config = _experts()
+    config.parallel.expert_model_parallel_size, config.zero.stage = size, 2
+    dense = 2 * ATTENTION + 3 * 8 * 16 + SHARED + ROUTER + NORMS + 16 * 8
+    local = 4 * EXPERT // size
+    part = dense // 4 + local // copies
+    assert bytes_per_rank(config, 4) == RankBytes(4 * (dense + local), 4 * part, 12 * part)
+
+
 def test_sgd_has_no_moments():
     assert _bytes(0, Precision.fp32, optimizer=OptimizerName.sgd).optimizer == 0
     assert _bytes(1, Precision.bf16, optimizer=OptimizerName.sgd).optimizer == HELD
@@ -133,6 +193,39 @@ def test_plan_and_its_table_agree():
     for key in ("total_params", "flops_per_token", "tokens_per_step"):
         assert f"{sizes[key]:,}" in text
     assert f"{sizes['bytes_per_rank']['optimizer']:,}" in text
+
+
+def test_plan_of_experts_and_its_table_agree():
+    config = compose(["experiment=qwen3_30b_a3b_64gpu_h100_bf16"])
+    sizes = plan(config, 64)
+    keys = ("num_moe_layers", "data_parallel_size", "expert_model_parallel_size", "expert_data_parallel_size")
+    assert [sizes[key] for key in keys] == [48, 64, 8, 8]
+    assert sizes["total_params"] == PUBLISHED_EXPERTS["qwen3_30b_a3b"][0] > sizes["active_params"]
+    shown = io.StringIO()
+    Console(width=200, file=shown).print(describe(config, 64))
+    for text in ("128 x 48 layers, top-8, width 768", "EP 8: 16 of the 128", "expert-data-parallel 8"):
+        assert text in shown.getvalue()
+
+
+def test_a_dense_plan_has_no_experts():
+    config = _small()
+    sizes = plan(config, 2)
+    keys = ("num_moe_layers", "expert_model_parallel_size", "expert_data_parallel_size")
+    assert [sizes[key] for key in keys] == [0, 1, 2]
+    shown = io.StringIO()
+    Console(width=200, file=shown).print(describe(config, 2))
+    assert "expert" not in shown.getvalue()
+
+
+EQUAL_COMPUTE = ["switch_4e", "switch_8e", "switch_16e", "switch_32e", "top2_8e", "fine_grained_32e_top4_shared"]
+
+
+@pytest.mark.parametrize("name", EQUAL_COMPUTE)
+def test_laptop_experiments_cost_as_much_per_token_as_the_dense_one(name):
+    """Within 3 %, router included, while they have more weights."""
+    dense, sparse = (compose([f"experiment={choice}", "model.vocab_size=4096"]) for choice in ("dense", name))
+    assert flops_per_token(sparse) == pytest.approx(flops_per_token(dense), rel=0.03)
+    assert total_parameters(sparse) > 1.5 * total_parameters(dense)
 
 
 def test_sizes_need_a_vocabulary():
