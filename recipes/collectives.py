@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported later, then does not search and warn
+
 # A rank that died closes its sockets and is noticed at once; this bounds the wait for one that hangs.
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -37,6 +40,11 @@ def stop() -> None:
 def device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def rank() -> int:
+    """Number of this process among all."""
+    return dist.get_rank()
 
 
 def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -82,3 +90,37 @@ def gather_json(value: Any) -> list[Any]:
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()
+
+
+def group_size(group: dist.ProcessGroup) -> int:
+    """Ranks in a group."""
+    return dist.get_world_size(group)
+
+
+def exchange_equal(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row i of `rows` [P, ...] goes to rank i of the group; row i of the result came from there."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows.contiguous(), group=group)
+    return received
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
+        ctx.back = (received, sent, group)
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _all_to_all(grad, *ctx.back), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all of uneven pieces: the first sent[0] rows go to rank 0, and so on; gradients travel back the same way."""
+    return _ExchangeRows.apply(rows, sent, received, group)

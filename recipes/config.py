@@ -53,6 +53,31 @@ class TransformerImpl(enum.Enum):
     transformer_engine = "transformer_engine"
 
 
+class MoeBackend(enum.Enum):
+    """Our layer (stacked experts, uneven all-to-all), or DeepSpeed's stock layer."""
+
+    grouped = "grouped"
+    deepspeed = "deepspeed"
+
+
+class AuxLossScope(enum.Enum):
+    """Over which tokens the shares and mean probabilities of the load-balancing loss are taken.
+
+    Each sequence; all ranks' tokens of one micro-batch; or the whole step, with the shares of the step before.
+    """
+
+    sequence = "sequence"
+    micro_batch = "micro_batch"
+    global_batch = "global_batch"
+
+
+class TokenDropPolicy(enum.Enum):
+    """Whom a full expert turns away: the smallest gates, or the last tokens."""
+
+    probs = "probs"
+    position = "position"
+
+
 class OptimizerName(enum.Enum):
     """AdamW for training; SGD makes an update proportional to the gradient, for comparing layouts."""
 
@@ -135,10 +160,31 @@ class ModelConfig:
 
 
 @dataclass
+class MoeConfig:
+    """Experts in place of feed-forward blocks, in megatron-core's field names."""
+
+    num_moe_experts: int | None = None  # experts per MoE layer, over all ranks; null: a dense model
+    backend: MoeBackend = MoeBackend.grouped
+    moe_layer_freq: int = 1  # layer i (from 0) has experts if i is a multiple of this
+    moe_ffn_hidden_size: int | None = None  # width of one expert; null: that of the dense feed-forward block
+    moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
+    moe_router_topk: int = 1  # experts per token
+    moe_router_pre_softmax: bool = True  # gates from the softmax over all experts; false: over the chosen ones
+    moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss
+    aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
+    moe_z_loss_coeff: float = 0.0  # weight of each layer's router z-loss
+    moe_expert_capacity_factor: float | None = None  # of the even share of a rank's tokens; null: nothing is dropped
+    moe_eval_capacity_factor: float | None = None  # the same in evaluation
+    moe_min_capacity: int = 0  # tokens that an expert takes at least, with a capacity factor
+    moe_token_drop_policy: TokenDropPolicy = TokenDropPolicy.probs
+
+
+@dataclass
 class ParallelConfig:
     """How the ranks share the work."""
 
     data_parallel_size: int | None = None  # ranks; null: as many as the launcher starts
+    expert_model_parallel_size: int = 1  # ranks that share the experts out; divides the data-parallel size
 
 
 @dataclass
@@ -225,6 +271,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)

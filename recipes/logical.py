@@ -8,6 +8,9 @@ written. Initialisation, checkpoints, gradient comparison and the size planner a
     final_norm.weight [H]        layers.0.attention.{q_norm,k_norm}.weight  layers.0.{attention,ffn}_norm.weight
     head.weight [V, H] (untied)
 
+A layer with experts has, in place of ffn.*, layers.0.moe.router.weight [E, H], layers.0.moe.experts.7.{gate,up,down}.weight
+with the global number of the expert, and layers.0.moe.shared.{gate,up,down}.weight.
+
 V is the true vocabulary: padding rows belong to no logical tensor. Matrices are [out, in].
 """
 
@@ -15,11 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.config import Activation, ModelConfig, Normalization
+from recipes.config import Activation, Config, ModelConfig, Normalization
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +68,25 @@ def ffn_width(model: ModelConfig) -> int:
     return math.ceil(8 * model.hidden_size / 3 / 64) * 64
 
 
-def logical_tensors(model: ModelConfig) -> dict[str, LogicalTensor]:
+def expert_width(config: Config) -> int:
+    """Width of one expert."""
+    return config.moe.moe_ffn_hidden_size or ffn_width(config.model)
+
+
+def moe_layers(config: Config) -> list[int]:
+    """Global numbers of the layers with experts (megatron-core's meaning of `moe_layer_freq`)."""
+    if config.moe.num_moe_experts is None:
+        return []
+    return list(range(0, config.model.num_layers, config.moe.moe_layer_freq))
+
+
+def logical_tensors(config: Config) -> dict[str, LogicalTensor]:
     """Every logical tensor of the model by name, in forward order. `model.vocab_size` must be known."""
+    model = config.model
     assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
     tensors = [LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)]
     for layer in range(model.num_layers):
-        tensors += _block_tensors(model, f"layers.{layer}")
+        tensors += _block_tensors(config, layer)
     tensors += _norm_tensors(model, "final_norm", model.hidden_size)
     if not model.share_embeddings_and_output_weights:
         tensors.append(LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std))
@@ -88,22 +105,40 @@ def _linear_tensors(name: str, out_width: int, in_width: int, std: float, bias: 
         yield LogicalTensor(f"{name}.bias", (out_width,), init=0.0)
 
 
-def _block_tensors(model: ModelConfig, prefix: str) -> Iterator[LogicalTensor]:
+def _mlp_tensors(config: Config, prefix: str, width: int, bias: bool = False) -> Iterator[LogicalTensor]:
+    model = config.model
+    for name in ("gate", "up") if model.activation is Activation.swiglu else ("up",):
+        yield from _linear_tensors(f"{prefix}.{name}", width, model.hidden_size, model.init_method_std, bias)
+    yield from _linear_tensors(f"{prefix}.down", model.hidden_size, width, _residual_std(model), bias)
+
+
+def _residual_std(model: ModelConfig) -> float:
+    """Of matrices that write to the residual stream: GPT-2 (Radford et al. 2019), sec. 2.3."""
+    return model.init_method_std / math.sqrt(2 * model.num_layers)
+
+
+def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
+    model, prefix = config.model, f"layers.{layer}"
     hidden, width = model.hidden_size, head_width(model)
-    query, kv, ffn = width * model.num_attention_heads, width * num_kv_heads(model), ffn_width(model)
+    query, kv = width * model.num_attention_heads, width * num_kv_heads(model)
     std, bias = model.init_method_std, model.add_bias_linear
-    residual_std = std / math.sqrt(2 * model.num_layers)  # GPT-2 (Radford et al. 2019), sec. 2.3
     yield from _norm_tensors(model, f"{prefix}.attention_norm", hidden)
     for name, out_width in (("q", query), ("k", kv), ("v", kv)):
         yield from _linear_tensors(f"{prefix}.attention.{name}", out_width, hidden, std, bias or model.add_qkv_bias)
     if model.qk_layernorm:
         yield from _norm_tensors(model, f"{prefix}.attention.q_norm", width)
         yield from _norm_tensors(model, f"{prefix}.attention.k_norm", width)
-    yield from _linear_tensors(f"{prefix}.attention.out", hidden, query, residual_std, bias)
+    yield from _linear_tensors(f"{prefix}.attention.out", hidden, query, _residual_std(model), bias)
     yield from _norm_tensors(model, f"{prefix}.ffn_norm", hidden)
-    for name in ("gate", "up") if model.activation is Activation.swiglu else ("up",):
-        yield from _linear_tensors(f"{prefix}.ffn.{name}", ffn, hidden, std, bias)
-    yield from _linear_tensors(f"{prefix}.ffn.down", hidden, ffn, residual_std, bias)
+    if layer not in moe_layers(config):
+        yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
+        return
+    experts, shared = config.moe.num_moe_experts, config.moe.moe_shared_expert_intermediate_size
+    yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
+    for expert in range(experts):
+        yield from _mlp_tensors(config, f"{prefix}.moe.experts.{expert}", expert_width(config))
+    if shared:
+        yield from _mlp_tensors(config, f"{prefix}.moe.shared", shared)
 
 
 @dataclass(frozen=True)
@@ -167,9 +202,15 @@ _BLOCK_NAMES = {
 }
 
 
-def block_pieces(model: ModelConfig, layer: int, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Pieces of the block parameter called `name` by megatron-core in global layer `layer`; `shape` is its local shape."""
-    tensors = {t.name: t for t in _block_tensors(model, f"layers.{layer}")}
+def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], first_expert: int) -> tuple[Piece, ...]:
+    """Pieces of the block parameter called `name` in global layer `layer`.
+
+    `shape` is its local shape, `first_expert` the global number of this rank's first expert.
+    """
+    model = config.model
+    tensors = {t.name: t for t in _block_tensors(config, layer)}
+    if name.startswith("mlp.") and layer in moe_layers(config):
+        return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, first_expert)
     module, kind = name.rsplit(".", 1)
     if kind.startswith("layer_norm_"):  # TELayerNormColumnParallelLinear: layer_norm_weight, layer_norm_bias
         module, kind = f"{module}.layer_norm", kind.removeprefix("layer_norm_")
@@ -189,6 +230,32 @@ def block_pieces(model: ModelConfig, layer: int, name: str, shape: tuple[int, ..
         view = (2, shape[0] // 2, *shape[1:])
         return _rows(tensor("ffn.gate"), view, 0, 0, 1), _rows(tensor("ffn.up"), view, 0, 1, 1)
     return (_whole(tensor(_BLOCK_NAMES[module])),)
+
+
+# Of the stock layer each expert is a module of its own; ours holds them as stacks.
+_STOCK_EXPERT = re.compile(r"routed\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(w1|w2)")
+
+
+def _moe_pieces(
+    config: Config, tensors: dict[str, LogicalTensor], prefix: str, name: str, shape: tuple[int, ...], first: int
+) -> tuple[Piece, ...]:
+    """Pieces of a parameter of recipes.moe.layer.MoeLayer."""
+    if name in ("routed.router", "routed.deepspeed_moe.gate.wg.weight"):
+        return (_whole(tensors[f"{prefix}.router.weight"]),)
+    names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
+
+    def matrices(module: str, kind: str) -> list[LogicalTensor]:
+        return [tensors[f"{prefix}.{module}.{part}.weight"] for part in (names_w1 if kind == "w1" else ("down",))]
+
+    if name in ("shared.w1", "shared.w2"):
+        parts = matrices("shared", name.removeprefix("shared."))
+    elif match := _STOCK_EXPERT.fullmatch(name):
+        parts = matrices(f"experts.{first + int(match[1])}", match[2])
+    else:
+        kind = {"routed.w1_LGH": "w1", "routed.w2_LHF": "w2"}[name]
+        parts = [part for expert in range(shape[0]) for part in matrices(f"experts.{first + expert}", kind)]
+    view = (len(parts), *parts[0].shape)
+    return tuple(_rows(part, view, 0, place, 1) for place, part in enumerate(parts))
 
 
 def vocabulary_piece(tensor: LogicalTensor, shape: tuple[int, ...]) -> tuple[Piece, ...]:

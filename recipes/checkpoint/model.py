@@ -68,7 +68,7 @@ def stored_config(checkpoint: Checkpoint) -> Config:
     # The manifest has bounded the stored sizes by those of the files, so what fits them can be allocated.
     if model.vocab_size is None or model.num_layers > len(stored):
         raise ValueError(f"{where}: vocab_size={model.vocab_size}, num_layers={model.num_layers} cannot be its model's")
-    described = {name: tensor.shape for name, tensor in logical_tensors(model).items()}
+    described = {name: tensor.shape for name, tensor in logical_tensors(config).items()}
     if different := sorted(stored.items() ^ described.items()):
         name = different[0][0]
         shapes = f"{stored.get(name, 'absent')}, its config says {described.get(name, 'absent')}"

@@ -43,7 +43,9 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
         raise CheckpointError(f"{problems[0]}; the checkpoints before step {step} are intact")
 
     def finish() -> str:
-        return str(commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer))
+        return str(
+            commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer)
+        )
 
     folder = Path(_on_rank_zero(finish))
     _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
@@ -65,14 +67,17 @@ def _on_rank_zero(action: Any) -> Any:
 
 
 def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[Box]]:
-    """The boxes that this rank writes. Every rank joins every parameter; the least loaded one keeps it."""
+    """The boxes that this rank writes. Ranks with the same parameter join it, and the least loaded of them keeps it."""
     boxes: dict[str, list[Box]] = {"model": [], "optimizer": []}
     load = [0] * world_size
     for entry in engine.parameters:
-        owner = load.index(min(load))
-        load[owner] += entry.parameter.numel()
+        mine = False
+        for replicas in engine.replica_groups(entry):  # every rank works out all owners, so that all agree
+            owner = min(replicas, key=lambda member: load[member])
+            load[owner] += entry.parameter.numel()
+            mine |= owner == rank
         states = engine.joined_state(entry)
-        if owner != rank:
+        if not mine:
             continue
         for piece in entry.pieces:
             for name, state in states.items():

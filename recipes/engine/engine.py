@@ -7,9 +7,14 @@ first, by the wrapper's own function, and a skipped step takes the wrapper's own
 from __future__ import annotations
 
 import logging
-import os
+import math
 
+import deepspeed
 import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger, safe_get_full_grad
 from torch import nn
 
 from recipes import collectives
@@ -17,21 +22,14 @@ from recipes.config import Config
 from recipes.engine.settings import deepspeed_settings, make_optimizer
 from recipes.engine.state import Fragment, applied_steps, fragments, join, prepare_moments, set_applied_steps
 from recipes.logical import LocalParameter, logical_tensors
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # silences the search for accelerators on import
-
-import deepspeed
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import get_global_norm_of_tensors
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import logger, safe_get_full_grad
+from recipes.model.gpt import GPT
+from recipes.topology import Layout
 
 
 class Engine:
     """A model on a DeepSpeed engine. Call order per step: `backward` once per micro-batch, `gradient_norm`, `step` or `skip`."""
 
-    def __init__(self, model: nn.Module, parameters: list[LocalParameter], config: Config, data_parallel_size: int):
+    def __init__(self, model: GPT, parameters: list[LocalParameter], config: Config, data_parallel_size: int):
         logger.setLevel(logging.ERROR)
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
@@ -40,7 +38,9 @@ class Engine:
         self.parameters = parameters
         self.clip_grad = config.optimizer.clip_grad
         self.data_parallel_size = data_parallel_size
-        decays = {name: tensor.weight_decay for name, tensor in logical_tensors(config.model).items()}
+        self.layout = Layout(data_parallel_size) if model.moe is None else model.moe.layout
+        self.expert_group = None if model.moe is None else model.moe.group
+        decays = {name: tensor.weight_decay for name, tensor in logical_tensors(config).items()}
         self.optimizer = make_optimizer(config, parameters, decays)
         settings = deepspeed_settings(config, data_parallel_size)
         self.inner, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
@@ -54,7 +54,6 @@ class Engine:
     def _install_gate(self) -> None:
         """Let `step` use the norm that was already computed, and let `skip` drop the gradients."""
         if isinstance(self.wrapper, DeepSpeedZeroOptimizer):
-            self._zero_norm = self.wrapper.scaled_global_norm
             self.wrapper.scaled_global_norm = lambda norm_type=2: self._norm
             self.wrapper.check_grad_overflow = True
             self.wrapper.check_overflow = lambda partition_gradients=True: setattr(
@@ -85,23 +84,46 @@ class Engine:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient over all logical tensors, equal on every rank; inf if anything is not finite."""
-        if isinstance(self.wrapper, DeepSpeedZeroOptimizer):
-            self._norm = self._zero_norm()
-        elif isinstance(self.wrapper, BF16_Optimizer):
-            self._norm = torch.as_tensor(get_global_norm_of_tensors(self.wrapper.get_grads_for_norm()[0]))
+        """Norm of the whole gradient, every logical tensor once, equal on every rank; inf if anything is not finite.
+
+        ZeRO-1/2 give each rank disjoint parts, so one sum over all ranks counts everything once. Without partitions every
+        rank has the gradients of its experts and of everything else; only the experts' are summed, over those who share them.
+        """
+        wrapper = self.wrapper
+        if isinstance(wrapper, DeepSpeedZeroOptimizer):
+            squares = collectives.sum_over_ranks(_square_sum(self._partitioned_gradients()))
         else:
-            grads = [entry.parameter.grad for entry in self.parameters if entry.parameter.grad is not None]
-            self._norm = torch.nn.utils.get_total_norm([grad.float() for grad in grads])
+            squares = _square_sum(self._own_gradients(experts=False))
+            if self.expert_group is not None:
+                squares += collectives.sum_over_ranks(_square_sum(self._own_gradients(experts=True)), self.expert_group)
+            else:
+                squares += _square_sum(self._own_gradients(experts=True))
+        self._norm = squares.sqrt().float()
         norm = float(self._norm)
-        return norm if norm >= 0 and norm != float("inf") else float("inf")
+        return norm if math.isfinite(norm) else math.inf
+
+    def _partitioned_gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of the averaged gradient under ZeRO-1/2; what pads the partitions is zero."""
+        if self.wrapper.cpu_offload:
+            return [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups]
+        return [part for group in self.wrapper.averaged_gradients.values() for part in group]
+
+    def _own_gradients(self, experts: bool) -> list[torch.Tensor]:
+        """Whole averaged gradients of this rank's experts, or of all other parameters."""
+        members = [e.parameter for e in self.parameters if is_moe_param(e.parameter) is experts]
+        if isinstance(self.wrapper, BF16_Optimizer):
+            return [parameter._hp_grad for parameter in members]
+        return [parameter.grad for parameter in members]
 
     def step(self, lr: float) -> None:
         """Clip and update with learning rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.wrapper is self.optimizer and self.clip_grad:  # fp32 ZeRO-0: DeepSpeed's own clip would repeat the norm
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip_grad, self._norm)
+        if self.clip_grad and not isinstance(
+            self.wrapper, DeepSpeedZeroOptimizer
+        ):  # which clips by the norm given to it
+            scale = torch.clamp(self.clip_grad / (self._norm + 1e-6), max=1.0)
+            torch._foreach_mul_([*self._own_gradients(experts=False), *self._own_gradients(experts=True)], scale)
         self.inner.step()
 
     def skip(self) -> None:
@@ -117,6 +139,12 @@ class Engine:
             grad = safe_get_full_grad(entry.parameter).view(entry.parameter.shape).float()
             found.update({piece.name: piece.read(grad).clone() for piece in entry.pieces})
         return found
+
+    def replica_groups(self, entry: LocalParameter) -> list[list[int]]:
+        """Ranks that hold the same values of this parameter; of an expert parameter there are several such groups."""
+        if is_moe_param(entry.parameter):
+            return self.layout.expert_data_parallel_groups()
+        return [list(range(self.layout.world_size))]
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
         """This rank's part of a parameter's master and moments."""
@@ -161,3 +189,11 @@ class Engine:
         """Release DeepSpeed's hooks and buffers."""
         self.inner.destroy()
         collectives.barrier()
+
+
+def _square_sum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares of all elements, in fp32 per tensor and fp64 over tensors."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=collectives.device())
+    norms = torch._foreach_norm([tensor.float() for tensor in tensors])
+    return torch.stack(norms).double().square().sum().to(collectives.device())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 
 from recipes.config import Config, OptimizerName, Precision
 from recipes.logical import LocalParameter
@@ -28,7 +29,8 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.optimizer.clip_grad if stage or bf16 else 0.0,  # fp32 ZeRO-0: see Engine
+        # The bf16 optimizer and ZeRO-0 are clipped by Engine, by a norm in which every expert counts once.
+        "gradient_clipping": config.optimizer.clip_grad if stage == 2 or (stage and not bf16) else 0.0,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         "zero_allow_untested_optimizer": True,
@@ -51,13 +53,23 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_optimizer(config: Config, parameters: list[LocalParameter], decays: dict[str, bool]) -> torch.optim.Optimizer:
-    """AdamW or SGD with a decay and a no-decay group; `decays` tells for each logical tensor. State exists from the start."""
+    """AdamW or SGD; `decays` tells for each logical tensor whether it decays.
+
+    Groups: decay and no decay, and of experts again decay and no decay. The name of a group of experts must be DeepSpeed's
+    key of their process groups.
+    """
     settings = config.optimizer
-    groups = []
-    for name, decay in (("decay", True), ("no_decay", False)):
-        members = [entry.parameter for entry in parameters if decays[entry.pieces[0].name] is decay]
-        groups.append({"params": members, "name": name, "weight_decay": settings.weight_decay if decay else 0.0})
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for entry in parameters:
+        decay, experts = decays[entry.pieces[0].name], is_moe_param(entry.parameter)
+        name = entry.parameter.group_name if experts else "decay" if decay else "no_decay"
+        weight_decay = settings.weight_decay if decay else 0.0
+        group = groups.setdefault((name, decay), {"params": [], "name": name, "weight_decay": weight_decay})
+        group["params"].append(entry.parameter)
+        if experts:
+            group["moe"] = True
+    members = list(groups.values())
     if settings.name is OptimizerName.sgd:
-        return torch.optim.SGD(groups, lr=settings.lr)
+        return torch.optim.SGD(members, lr=settings.lr)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+    return torch.optim.AdamW(members, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -28,6 +28,9 @@ from recipes.logical import (
     vocabulary_piece,
 )
 from recipes.model.blocks import Norm, layer_spec, rotary_angles, transformer_config
+from recipes.moe.context import MoeContext
+from recipes.moe.layer import MoeLayer
+from recipes.topology import Layout
 
 
 class Embedding(nn.Module):
@@ -45,23 +48,25 @@ class Embedding(nn.Module):
         return F.dropout(x_SBH, self.dropout, self.training) if self.dropout else x_SBH
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(logical_tensors(config.model)["embedding.weight"], tuple(parameter.shape))
+        return vocabulary_piece(logical_tensors(config)["embedding.weight"], tuple(parameter.shape))
 
 
 class Block(nn.Module):
     """One megatron-core TransformerLayer with its global number."""
 
-    def __init__(self, config: Config, mcore_config, layer: int):
+    def __init__(self, config: Config, mcore_config, layer: int, moe: MoeContext | None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.first_expert = layer, 0 if moe is None else moe.first_expert
         spec = layer_spec(config.model, document_mask=config.data.reset_attention_mask)
+        if moe is not None and layer in moe.layers:
+            spec.submodules.mlp = ModuleSpec(module=MoeLayer, params={"run": config, "context": moe, "layer": layer})
         self.inner = build_module(spec, config=mcore_config, layer_number=layer + 1)
 
     def forward(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.inner(x_SBH, attention_mask=mask, rotary_pos_emb=angles)[0]
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return block_pieces(config.model, self.layer, name.removeprefix("inner."), tuple(parameter.shape))
+        return block_pieces(config, self.layer, name.removeprefix("inner."), tuple(parameter.shape), self.first_expert)
 
 
 class FinalNorm(nn.Module):
@@ -75,9 +80,7 @@ class FinalNorm(nn.Module):
         return self.inner(x_SBH)
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(
-            logical_tensors(config.model)[name.replace("inner", "final_norm")], tuple(parameter.shape)
-        )
+        return vocabulary_piece(logical_tensors(config)[name.replace("inner", "final_norm")], tuple(parameter.shape))
 
 
 class Head(nn.Module):
@@ -100,13 +103,13 @@ class Head(nn.Module):
         return self.inner(x_SBH, weight=tied_weight)[0][..., : self.vocab_size]
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(logical_tensors(config.model)["head.weight"], tuple(parameter.shape))
+        return vocabulary_piece(logical_tensors(config)["head.weight"], tuple(parameter.shape))
 
 
 class GPT(nn.Module):
-    """The whole model on one rank, its weights already drawn from (seed, logical name)."""
+    """The whole model on one rank of a layout, its weights already drawn from (seed, logical name)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, layout: Layout | None = None):
         super().__init__()
         assert config.model.vocab_size is not None
         model = config.model
@@ -114,9 +117,10 @@ class GPT(nn.Module):
         multiple = model.make_vocab_size_divisible_by
         rows = -(-config.model.vocab_size // multiple) * multiple
         self.config = config
+        self.moe = MoeContext(config, layout or Layout(1)) if config.moe.num_moe_experts else None
         self.rotary_width = int(head_width(model) * model.rotary_percent)
         self.embedding = Embedding(config, mcore_config, rows)
-        self.blocks = nn.ModuleList(Block(config, mcore_config, layer) for layer in range(model.num_layers))
+        self.blocks = nn.ModuleList(Block(config, mcore_config, layer, self.moe) for layer in range(model.num_layers))
         self.final_norm = FinalNorm(config, mcore_config)
         self.head = Head(config, mcore_config, rows)
         initialise(self, config.run.seed)
@@ -194,7 +198,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw all weights of a GPT by logical name; rows that pad the vocabulary are zero."""
-    tensors = logical_tensors(model.config.model)
+    tensors = logical_tensors(model.config)
     for entry in registry(model, model.config):
         entry.parameter.zero_()
         for piece in entry.pieces:

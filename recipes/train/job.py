@@ -134,11 +134,9 @@ class Job:
         self.progress = (
             open_progress(config.train.steps, done, config.telemetry.log_interval) if rank_zero else NoProgress()
         )
-        self.metrics = (
-            MetricsFile(self.folder / "metrics.jsonl", None if checkpoint is None else done)
-            if rank_zero
-            else NoMetrics()
-        )
+        # A job that died before its first checkpoint is also one to go on with: from step 0.
+        goes_on_after = done if config.run.resume is Resume.auto else None
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", goes_on_after) if rank_zero else NoMetrics()
         self.wandb = open_run(self.folder, config.telemetry, rank_zero, run_id, to_plain(config))
         window = config.telemetry.profile_steps
         self.profile = (
@@ -210,8 +208,11 @@ def _claim_folder(
             folder = _make_folder(config)
             lock = _lock(folder)
             decision = _fill(folder, config, patches_applied)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             decision = {"problem": str(error)}
+        except OSError as error:
+            why = f"cannot be written ({error}); make room, or choose another folder"
+            decision = {"problem": f"run.dir={config.run.dir or 'outputs'}: {why}"}
     decision = collectives.broadcast_json(decision)
     if "problem" in decision:
         raise ValueError(decision["problem"])
@@ -252,6 +253,6 @@ def _fill(folder: Path, config: Config, patches_applied: list[str]) -> dict[str,
             check_resumable(config, open_checkpoint(path))
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
     write_json(folder / "environment.json", describe_environment(patches_applied))
-    for tokenizer in Path(config.data.path).glob("tokenizer.*"):
+    for tokenizer in Path(config.data.path).glob("tokenizer*"):
         shutil.copyfile(tokenizer, folder / tokenizer.name)
     return {"folder": str(folder), "checkpoint": None if path is None else str(path)}

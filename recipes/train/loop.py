@@ -73,6 +73,8 @@ def _record(job: Job, step: int, result: StepResult) -> None:
         "consumed_samples": step * job.config.train.global_batch_size,
         "skipped_steps": job.guard.skipped,
     }
+    if job.model.moe is not None:
+        values |= job.model.moe.finish_step()
     job.last_values = values
     job.metrics.write(step, values)
     job.wandb.log(step, values)
@@ -101,6 +103,7 @@ def save_checkpoint(job: Job, step: int) -> Path:
         "applied_steps": job.engine.applied_steps,
         "world_size": job.ranks.world_size,
         "guard": job.guard.state(),
+        "moe": None if job.model.moe is None else job.model.moe.state(),
         "wandb_run_id": job.wandb.run_id,
         "tokenizer": job.dataset.tokenizer_fingerprint,
         "config": to_plain(config),

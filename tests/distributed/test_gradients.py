@@ -25,18 +25,31 @@ def worst(result: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -
     return max(errors)
 
 
+def merged(results: list[list[dict[str, Any]]], number: int, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks of one case; what several ranks hold must be the same bits."""
+    union: dict[str, torch.Tensor] = {}
+    for rank in results:
+        for name, tensor in rank[number][key].items():
+            assert name not in union or torch.equal(union[name], tensor), f"case {number}: replicas of {name} differ"
+            union[name] = tensor
+    return union
+
+
 def check(results: list[list[dict[str, Any]]], bound: float) -> None:
     """Compare every case of every rank with its reference; the message names the worst tensor."""
     for number, outcome in enumerate(results[0]):
         expected = outcome["reference"]
-        error, name = worst(outcome["grads"], expected["grads"])
+        error, name = worst(merged(results, number, "grads"), expected["grads"])
         assert error <= bound, f"case {number}: gradient of {name} is off by {error:.2e}"
-        error, name = worst(outcome["weights"], expected["weights"])
+        error, name = worst(merged(results, number, "weights"), expected["weights"])
         assert error <= bound, f"case {number}: {name} after the step is off by {error:.2e}"
         losses, norms = ([rank[number][key] for rank in results] for key in ("loss", "norm"))
         assert sum(losses) == pytest.approx(expected["loss"], rel=bound), f"case {number}: loss"
         assert len(set(norms)) == 1, f"case {number}: ranks disagree on the norm: {norms}"
         assert norms[0] == pytest.approx(expected["norm"], rel=bound), f"case {number}: norm"
+        for key, value in expected["moe"].items():
+            close = value if isinstance(value, list) else pytest.approx(value, rel=1e-6)
+            assert outcome["moe"][key] == close, f"case {number}: {key}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

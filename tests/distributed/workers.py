@@ -15,12 +15,13 @@ import torch
 from recipes.checkpoint.format import open_checkpoint
 from recipes.checkpoint.load import load_engine
 from recipes.checkpoint.save import save
-from recipes.config import Config, Precision
+from recipes.config import Config, MoeBackend, Precision
 from recipes.data.loader import step_indices
 from recipes.data.synthetic import write_dataset
 from recipes.engine import Engine
 from recipes.launcher import Ranks, rank_environment
 from recipes.model.gpt import GPT, registry
+from recipes.topology import Layout
 from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
 
@@ -38,62 +39,73 @@ def loss_mask(tokens_BS1: torch.Tensor) -> torch.Tensor:
     return (positions[None, :] < 2 + torch.arange(tokens_BS1.shape[0])[:, None]).float()
 
 
-def reference(config: Config, masked: bool = False) -> dict[str, Any]:
-    """Loss, raw gradients, norm and weights after one SGD step from plain autograd on the whole batch, without an engine."""
+def reference(config: Config, world_size: int, masked: bool = False) -> dict[str, Any]:
+    """Loss, raw gradients, norm and weights after one SGD step from plain autograd in one process, without an engine.
+
+    It takes the same micro-steps as `world_size` ranks do together, since the balance loss may depend on them.
+    """
+    config = copy.deepcopy(config)
+    config.train.micro_batch_size *= world_size
     model, tokens = GPT(config), tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
-    loss = model(tokens[:, :-1], tokens[:, 1:].contiguous(), mask).sum() / mask.sum()
-    loss.backward()
+    total = 0.0
+    for rows in torch.arange(len(tokens)).split(config.train.micro_batch_size):
+        part = tokens[rows]
+        loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[rows]).sum() / mask.sum()
+        loss.backward()
+        total += loss.item()
     entries = registry(model, config)
     grads = {p.name: p.read(e.parameter.grad).clone() for e in entries for p in e.pieces}
     norm = torch.cat([g.double().flatten() for g in grads.values()]).norm().item()
     clip = config.optimizer.clip_grad
-    scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-    weights = {
-        p.name: p.read(e.parameter.detach()) - config.optimizer.lr * scale * grads[p.name]
-        for e in entries
-        for p in e.pieces
-    }
-    return {"loss": loss.item(), "grads": grads, "norm": norm, "weights": weights}
+    rate = config.optimizer.lr * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+    weights = {p.name: p.read(e.parameter.detach()) - rate * grads[p.name] for e in entries for p in e.pieces}
+    return {"loss": total, "grads": grads, "norm": norm, "weights": weights, "moe": moe_report(model)}
+
+
+def moe_report(model: GPT) -> dict[str, Any]:
+    """Auxiliary losses and token counts of the step."""
+    return {} if model.moe is None else model.moe.finish_step()
 
 
 def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault: str | None) -> dict[str, Any]:
-    """The same from our engine on this rank's share of the batch. `fault`: a logical tensor whose gradient is doubled."""
-    model = GPT(config)
+    """The same from our engine on this rank's share of the batch. `fault`: see test_gradients."""
+    model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
     entries = registry(model, config)
     for entry in entries:
         if fault in {piece.name for piece in entry.pieces}:
             entry.parameter.register_hook(lambda grad: 2 * grad)
     engine = Engine(model, entries, config, world_size)
+    if fault == "norm":
+        parts = engine._own_gradients
+        engine._own_gradients = lambda experts: parts(experts)[: -1 if experts else None]
     tokens = tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     total, loss = mask.sum(), 0.0
     for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, rank, world_size):
         part = tokens[row]
-        nll = engine(part[:, :-1], part[:, 1:].contiguous(), mask[row]).sum() / total
+        nll = engine(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[row]).sum() / total
         engine.backward(nll)
         loss += nll.item()
     norm = engine.gradient_norm()
     grads = engine.gradients()
     engine.step(config.optimizer.lr)
-    result = {"loss": loss, "grads": grads, "norm": norm, "weights": engine.master_weights()}
+    result = {"loss": loss, "grads": grads, "norm": norm, "weights": engine.master_weights(), "moe": moe_report(model)}
     engine.close()
     return result
 
 
 def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each case: `config`, `masked`, `fault`. Returns reference and result per case (rank 0 the tensors, others the norm)."""
+    """Each case: `config`, `masked`, `fault`. Returns the result of each, on rank 0 with its reference."""
     start_process(tiny_config(), rank_environment(os.environ))
     results = []
     for case in cases:
         config = copy.deepcopy(case["config"])
         result = engine_step(config, rank, world_size, case.get("masked", False), case.get("fault"))
         if rank == 0:
-            fp32 = copy.deepcopy(config)
-            fp32.train.precision = Precision.fp32
-            result["reference"] = reference(fp32, case.get("masked", False))
-        else:
-            result = {"loss": result["loss"], "norm": result["norm"]}
+            config.train.precision = Precision.fp32
+            config.moe.backend = MoeBackend.grouped
+            result["reference"] = reference(config, world_size, case.get("masked", False))
         results.append(result)
     return results
 

@@ -178,7 +178,7 @@ def test_registry_covers_every_weight_once(shape):
     else:
         config.model.add_qkv_bias, config.model.qk_layernorm = True, True
     _, entries = build(config)
-    expected = logical_tensors(config.model)
+    expected = logical_tensors(config)
     found = logical_weights(entries)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     assert all(tuple(found[name].shape) == expected[name].shape for name in expected)

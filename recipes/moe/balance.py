@@ -1,0 +1,56 @@
+"""Auxiliary losses of the router, whose value never depends on how tokens are spread over ranks.
+
+Convention: with f_e the share of all (token, choice) assignments that go to expert e (sum 1) and P_e the mean probability of
+e, the load-balancing loss is E sum_e f_e P_e: 1 for a uniform router, E when all tokens take one expert (Fedus et al. 2021,
+arXiv 2101.03961, eq. 4, for any K). f carries no gradient. The z-loss is mean(logsumexp(logits)^2) (Zoph et al. 2022,
+arXiv 2202.08906, eq. 5).
+
+A rank computes its part of each loss, such that the parts of all ranks add up to the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def balance_part(probs_TE: torch.Tensor, share_E: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
+    """E sum_e f_e sum_t p_te / tokens over the tokens given: their part of the loss of a batch of `tokens` tokens."""
+    return probs_TE.shape[1] * (share_E * probs_TE.sum(0)).sum() / tokens
+
+
+def sequence_balance_part(
+    probs_SBE: torch.Tensor, ids_SBK: torch.Tensor, sequences: float, mask_SB: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The loss of each sequence by itself, summed over the B given and divided by `sequences`, those of the whole batch.
+
+    `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing.
+    """
+    _, batch, experts = probs_SBE.shape
+    mask_SB = torch.ones(probs_SBE.shape[:2], device=probs_SBE.device) if mask_SB is None else mask_SB.float()
+    chosen_SBE = torch.zeros_like(probs_SBE).scatter_add_(
+        2, ids_SBK, mask_SB[..., None].expand(ids_SBK.shape).contiguous()
+    )
+    tokens_B1 = mask_SB.sum(0).clamp(min=1)[:, None]
+    share_BE = chosen_SBE.sum(0) / (tokens_B1 * ids_SBK.shape[-1])
+    mean_BE = (probs_SBE * mask_SB[..., None]).sum(0) / tokens_B1
+    assert share_BE.shape == (batch, experts)
+    return experts * (share_BE * mean_BE).sum() / sequences
+
+
+def z_part(logits_TE: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
+    """sum_t logsumexp(logits_t)^2 / tokens over the tokens given."""
+    return torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
+
+
+class AddLoss(torch.autograd.Function):
+    """Identity on `out` that adds `scale` x `loss` to whatever loss is differentiated later (as in Megatron's auto scaler)."""
+
+    @staticmethod
+    def forward(ctx, out: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        ctx.loss = loss.detach()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, torch.full_like(ctx.loss, ctx.scale), None

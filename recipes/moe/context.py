@@ -1,0 +1,119 @@
+"""What all MoE layers of a model share on one rank: the layout, the weights of the auxiliary losses, the step's statistics.
+
+Layers report into it during the forward pass of training; `finish_step` adds the reports up over ranks, once per step.
+N layers with experts, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recipes import collectives
+from recipes.config import AuxLossScope, Config
+from recipes.logical import moe_layers
+from recipes.moe.balance import AddLoss, balance_part, sequence_balance_part, z_part
+from recipes.moe.groups import ensure_groups, expert_parallel_group
+from recipes.topology import Layout
+
+_SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind the E counts
+
+
+class MoeContext:
+    """Made before the model and passed to its layers."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self.moe, self.layout = config.moe, layout
+        if layout.expert_parallel_size > 1:
+            ensure_groups(layout)
+        self.group = expert_parallel_group(layout)
+        train = config.train
+        self.num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * layout.world_size))
+        self.sequences_per_step = train.global_batch_size
+        self.tokens_per_step = train.global_batch_size * config.model.seq_length
+        self.layers = moe_layers(config)
+        num_experts = config.moe.num_moe_experts
+        self.first_expert = layout.expert_parallel_rank(collectives.rank()) * num_experts // layout.expert_parallel_size
+        shape = (len(self.layers), num_experts + len(_SUMS))
+        self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())
+        # Counts of the step before, for the scope global_batch; equal at first.
+        self.previous_NE = torch.ones(len(self.layers), num_experts, dtype=torch.int64, device=self.report.device)
+
+    def auxiliary(
+        self, out: torch.Tensor, layer: int, logits_TE: torch.Tensor, probs_TE: torch.Tensor, ids_TK: torch.Tensor,
+        dropped: torch.Tensor | int, sequence_shape: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Record the routing of one micro-batch in global layer `layer` and attach its auxiliary losses to `out`.
+
+        T = S B tokens in the order of `sequence_shape` (S, B).
+        """
+        row, moe = self.layers.index(layer), self.moe
+        num_experts = probs_TE.shape[1]
+        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=num_experts)
+        balance = self._balance(row, probs_TE, ids_TK, counts_E, sequence_shape)
+        z = z_part(logits_TE, self.tokens_per_step)
+        loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z
+        with torch.no_grad():
+            entropy = torch.special.entr(probs_TE).sum()
+            sums = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.report.device)
+                                for v in (len(probs_TE), dropped, entropy, balance, z)])  # fmt: skip
+            self.report[row] += torch.cat((counts_E.double(), sums))
+        # The engine multiplies the language loss by the number of ranks, over which DeepSpeed then averages.
+        return AddLoss.apply(out, loss, float(self.layout.world_size))
+
+    def _balance(self, row: int, probs_TE, ids_TK, counts_E, sequence_shape: tuple[int, int]) -> torch.Tensor:
+        match self.moe.aux_loss_scope:
+            case AuxLossScope.sequence:
+                shape = (*sequence_shape, -1)
+                return sequence_balance_part(probs_TE.view(shape), ids_TK.view(shape), self.sequences_per_step)
+            case AuxLossScope.micro_batch:
+                all_E = self._sum_over_ranks(counts_E.clone())
+                assignments = all_E.sum()
+                tokens = assignments / ids_TK.shape[1]
+                return balance_part(probs_TE, all_E / assignments, tokens) / self.num_micro_batches
+            case AuxLossScope.global_batch:
+                previous_E = self.previous_NE[row]
+                return balance_part(probs_TE, previous_E / previous_E.sum(), self.tokens_per_step)
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """A model that one rank has for itself has nothing to add up, however many ranks there are."""
+        return value if self.layout.world_size == 1 else collectives.sum_over_ranks(value)
+
+    def finish_step(self) -> dict[str, Any]:
+        """Metrics of the step over all ranks; forgets it afterwards (a collective)."""
+        report = self._sum_over_ranks(self.report)
+        num_experts = self.previous_NE.shape[1]
+        counts_NE, sums = report[:, :num_experts], dict(zip(_SUMS, report[:, num_experts:].t(), strict=True))
+        self.previous_NE = counts_NE.round().long()
+        metrics = load_metrics(counts_NE, sums["tokens"], sums["dropped"], sums["entropy"])
+        metrics["load_balancing_loss"] = float(sums["balance"].mean())
+        metrics["z_loss"] = float(sums["z"].mean())
+        self.report = torch.zeros_like(report)
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON."""
+        return {"previous_counts": self.previous_NE.tolist()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.previous_NE.copy_(torch.tensor(state["previous_counts"]))
+
+
+def load_metrics(counts_NE: torch.Tensor, tokens_N, dropped_N, entropy_N) -> dict[str, Any]:
+    """Load per layer and expert.
+
+    `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
+    `drop_rate`: dropped / all assignments; `router_entropy`: mean over tokens in nats; `dead_experts`: without any token.
+    """
+    mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
+    max_vio_N = counts_NE.max(dim=1).values / mean_N - 1
+    metrics: dict[str, Any] = {
+        "moe/max_vio": float(max_vio_N.max()),
+        "moe/drop_rate": float(dropped_N.sum() / counts_NE.sum().clamp(min=1)),
+        "moe/router_entropy": float((entropy_N / tokens_N.clamp(min=1)).mean()),
+        "moe/dead_experts": int((counts_NE == 0).sum()),
+        "moe/tokens_per_expert": counts_NE.long().tolist(),
+    }
+    return metrics

@@ -1,0 +1,145 @@
+"""The MoE layer in place of a block's MLP, in two implementations with the same logical weights.
+
+x_SBH -> (out_SBH, None), as megatron-core's TransformerLayer expects of its MLP. DeepSpeed's engine recognises both by their
+base class and treats the parameters marked `allreduce=False` as experts of the group `group_name`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from recipes.config import Activation, Config, MoeBackend, TokenDropPolicy
+from recipes.logical import expert_width
+from recipes.moe.context import MoeContext
+from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
+from recipes.moe.experts import GroupedMLP, activate
+from recipes.moe.groups import ensure_groups, group_key
+from recipes.moe.router import capacity, kept, route, router_logits
+
+
+class ExpertMLP(nn.Module):
+    """One feed-forward network: w1 [G, H] (gate rows, then up rows, when gated), w2 [H, F]; no biases."""
+
+    def __init__(self, hidden: int, width: int, gated: bool, dtype: torch.dtype):
+        super().__init__()
+        self.gated = gated
+        self.w1 = nn.Parameter(torch.empty((2 if gated else 1) * width, hidden, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(hidden, width, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, self.w1)
+        return F.linear(activate(h, self.gated), self.w2)
+
+
+class MoeLayer(nn.Module):
+    """What both backends share: shared expert, auxiliary losses, statistics."""
+
+    def __init__(self, config, run: Config, context: MoeContext, layer: int, **_: object):
+        super().__init__()
+        self.layer, self.context, self.moe = layer, context, run.moe
+        gated, dtype, hidden = run.model.activation is Activation.swiglu, config.params_dtype, run.model.hidden_size
+        kind = GroupedMoE if run.moe.backend is MoeBackend.grouped else StockMoE
+        self.routed = kind(run, context, gated, dtype)
+        shared = run.moe.moe_shared_expert_intermediate_size
+        self.shared = ExpertMLP(hidden, shared, gated, dtype) if shared else None
+
+    def forward(self, x_SBH: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
+        sequence_shape, hidden = x_SBH.shape[:2], x_SBH.shape[2]
+        x_TH = x_SBH.reshape(-1, hidden)
+        out_TH, logits_TE, probs_TE, ids_TK, dropped = self.routed(x_TH)
+        if self.training and torch.is_grad_enabled():
+            out_TH = self.context.auxiliary(out_TH, self.layer, logits_TE, probs_TE, ids_TK, dropped, sequence_shape)
+        out_SBH = out_TH.view(x_SBH.shape)
+        return (out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
+
+
+class GroupedMoE(MoE):
+    """Our layer: experts as stacks, all-to-all with uneven splits, nothing padded."""
+
+    def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
+        nn.Module.__init__(self)  # not MoE's: it would build DeepSpeed's own layer
+        layout, moe, hidden, width = context.layout, run.moe, run.model.hidden_size, expert_width(run)
+        self.moe, self.layout, self.group, self.gated = moe, layout, context.group, gated
+        self.num_experts, self.ep_size = moe.num_moe_experts, layout.expert_parallel_size
+        self.num_local_experts = self.num_experts // self.ep_size
+        self.expert_group_name = group_key(layout)
+        self.router = nn.Parameter(torch.empty(self.num_experts, hidden, dtype=dtype))
+        self.w1_LGH = nn.Parameter(
+            torch.empty(self.num_local_experts, (2 if gated else 1) * width, hidden, dtype=dtype)
+        )
+        self.w2_LHF = nn.Parameter(torch.empty(self.num_local_experts, hidden, width, dtype=dtype))
+        for experts in (self.w1_LGH, self.w2_LHF):
+            experts.allreduce, experts.group_name = False, self.expert_group_name
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Called by the engine on all ranks: it looks the groups up under `expert_group_name`."""
+        assert not use_data_before_expert_parallel_
+        ensure_groups(self.layout)
+
+    def forward(self, x_TH: torch.Tensor):
+        logits_TE = router_logits(x_TH, self.router)
+        ids_TK, gates_TK, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
+        keep_TK, dropped = self._capacity(ids_TK, gates_TK)
+        plan = make_plan(ids_TK, keep_TK, self.num_experts, self.group)
+        rows_RH = scatter_to_experts(x_TH, plan, ids_TK.shape[1], self.group)
+        rows_RH = GroupedMLP.apply(rows_RH, self.w1_LGH, self.w2_LHF, plan.sizes_L, self.gated)
+        return gather_from_experts(rows_RH, plan, gates_TK, self.group), logits_TE, probs_TE, ids_TK, dropped
+
+    def _capacity(self, ids_TK: torch.Tensor, gates_TK: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | int]:
+        """Which assignments are kept (None: all) and how many are not."""
+        factor = self.moe.moe_expert_capacity_factor if self.training else self.moe.moe_eval_capacity_factor
+        if factor is None:
+            return None, 0
+        limit = capacity(len(ids_TK), ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
+        by_probability = self.moe.moe_token_drop_policy is TokenDropPolicy.probs
+        keep_TK = kept(ids_TK, gates_TK.detach(), self.num_experts, limit, by_probability)
+        return keep_TK, (~keep_TK).sum()
+
+
+class StockMoE(MoE):
+    """DeepSpeed's layer, told not to choose at random, with auxiliary losses computed by us over the whole batch."""
+
+    def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
+        moe = run.moe
+        drop = moe.moe_expert_capacity_factor is not None
+        super().__init__(
+            run.model.hidden_size,
+            ExpertMLP(run.model.hidden_size, expert_width(run), gated, dtype),
+            num_experts=moe.num_moe_experts,
+            ep_size=context.layout.expert_parallel_size,
+            k=moe.moe_router_topk,
+            drop_tokens=drop,
+            capacity_factor=moe.moe_expert_capacity_factor or 1.0,
+            eval_capacity_factor=moe.moe_eval_capacity_factor or 1.0,
+            min_capacity=moe.moe_min_capacity,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+        self.moe, self.layout = moe, context.layout
+        self.deepspeed_moe.gate.wg.to(dtype)
+        self.set_deepspeed_parallelism()
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """As upstream's, on our groups, and callable again by the engine."""
+        assert not use_data_before_expert_parallel_
+        ensure_groups(self.layout)
+        if self.deepspeed_moe.ep_group is None:
+            self._create_process_groups()
+
+    def forward(self, x_TH: torch.Tensor):
+        out_TH, _, _ = super().forward(x_TH)
+        gate = self.deepspeed_moe.gate
+        logits_TE = router_logits(x_TH, gate.wg.weight)
+        ids_TK, _, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
+        return out_TH, logits_TE, probs_TE, ids_TK, self._dropped(ids_TK)
+
+    def _dropped(self, ids_TK: torch.Tensor) -> torch.Tensor | int:
+        factor = self.moe.moe_expert_capacity_factor if self.training else self.moe.moe_eval_capacity_factor
+        if factor is None:
+            return 0
+        limit = capacity(len(ids_TK), ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
+        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.num_experts)
+        return (counts_E - limit).clamp(min=0).sum()
