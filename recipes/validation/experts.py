@@ -86,7 +86,7 @@ def _backend(config: Config) -> Problems:
 
 def _expert_parallel(config: Config, world_size: int) -> Problems:
     experts, size = config.moe.num_moe_experts, config.parallel.expert_model_parallel_size
-    if size > world_size:
+    if world_size % size:
         legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         ranks = f"the data-parallel size {world_size} (experts are shared out among data-parallel ranks)"
         way_out = f"use one of {legal}, or start {size} processes (to plan only: parallel.data_parallel_size={size})"
