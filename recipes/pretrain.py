@@ -203,6 +203,7 @@ keys (default; meaning and unit):
 examples:
   python -m recipes.pretrain experiment=debug run.dir=/tmp/first
   deepspeed --num_accelerators 2 recipes/pretrain.py experiment=dense zero=stage2 train.steps=200
+  deepspeed --num_accelerators 2 recipes/pretrain.py experiment=switch_8e parallel.expert_model_parallel_size=2
   torchrun --nproc_per_node 2 -m recipes.pretrain experiment=dense model.num_layers=8 'run.name=eight layers'
   python -m recipes.pretrain experiment=dense run.dir=outputs/a run.resume=auto        # go on where it stopped
   python -m recipes.pretrain experiment=llama3_8b_64gpu_h100_bf16 --dry-run"""

@@ -45,6 +45,7 @@ def _layers(config: Config) -> Problems:
 
 def _routing(config: Config) -> Problems:
     moe = config.moe
+    assert moe.num_moe_experts is not None
     if moe.moe_router_topk > moe.num_moe_experts:
         limit = f"moe.num_moe_experts={moe.num_moe_experts}"
         yield f"moe.moe_router_topk={moe.moe_router_topk} must be at most {limit}; use fewer choices, or more experts"
@@ -86,6 +87,7 @@ def _backend(config: Config) -> Problems:
 
 def _expert_parallel(config: Config, world_size: int) -> Problems:
     experts, size = config.moe.num_moe_experts, config.parallel.expert_model_parallel_size
+    assert experts is not None
     if world_size % size:
         legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         ranks = f"the data-parallel size {world_size} (experts are shared out among data-parallel ranks)"
