@@ -51,10 +51,15 @@ def rank_one_is_killed() -> None:
 
 
 def rank_one_hangs() -> None:
-    """Rank 1 stops moving at step 3; the others wait for 4 seconds in a collective."""
+    """Rank 1 stops moving at step 3."""
+    _at_step_three(1, lambda: time.sleep(3600))
+
+
+def rank_one_hangs_and_patience_is_short() -> None:
+    """The same, and ranks wait for each other for 4 seconds."""
     collectives = importlib.import_module("recipes.collectives")
     collectives.TIMEOUT = datetime.timedelta(seconds=4)
-    _at_step_three(1, lambda: time.sleep(3600))
+    rank_one_hangs()
 
 
 def fake_wandb() -> None:

@@ -70,27 +70,52 @@ def test_ranks_end_without_a_launcher_that_ends_them(fault, failing, tiny_data, 
         assert "ZeroDivisionError: planted fault" in jobs[failing].output()
 
 
+def test_a_job_that_died_before_its_first_checkpoint_starts_again(tiny_data, tmp_path):
+    arguments = tiny_overrides(tiny_data, tmp_path / "run", "run.resume=auto")
+    for fault, steps in (("rank_one_is_killed", MANY), ("", "train.steps=4")):
+        jobs = fork_ranks([*arguments, steps], tmp_path, fault)
+        with running(*jobs):
+            codes = [job.wait(40) for job in jobs]
+    assert codes == [0, 0], jobs[0].output()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_a_rank_that_hangs_is_waited_for_only_so_long(tiny_data, tmp_path):
-    jobs = fork_ranks(tiny_overrides(tiny_data, tmp_path / "run", MANY), tmp_path, "rank_one_hangs")
+    jobs = fork_ranks(
+        tiny_overrides(tiny_data, tmp_path / "run", MANY), tmp_path, "rank_one_hangs_and_patience_is_short"
+    )
     with running(*jobs):
         assert jobs[0].wait(40) == 1
         assert time.time() - (tmp_path / "failed").stat().st_mtime < 15
-        assert "rank 0: lost contact" in jobs[0].output()
-        jobs[1].send(signal.SIGTERM)  # what a launcher does next
+    assert "rank 0: lost contact" in jobs[0].output()
+
+
+def test_a_second_signal_ends_a_job_that_hangs(tiny_data, tmp_path):
+    """Rank 0 waits inside the library, rank 1 in Python; the first signal asks both to finish the step."""
+    jobs = fork_ranks(tiny_overrides(tiny_data, tmp_path / "run", MANY), tmp_path, "rank_one_hangs")
+    with running(*jobs):
+        wait_until((tmp_path / "failed").exists, 40, *jobs)
+        for job in jobs:
+            job.send(signal.SIGTERM)
         time.sleep(3.5)
-        jobs[1].send(signal.SIGTERM)  # the second request does not wait for the step
-        assert jobs[1].wait(10) == 143
+        for job in jobs:
+            assert job.process.is_alive()
+            job.send(signal.SIGTERM)
+            assert job.wait(10) == 143
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_rank_that_waits_for_another_to_start(number, code, tiny_data, tmp_path):
+def test_a_signal_ends_a_rank_that_waits_for_another_to_start(tiny_data, tmp_path):
     """The wait is inside the library, where Python runs no signal handlers."""
-    (job,) = fork_ranks(tiny_overrides(tiny_data, tmp_path / "run", MANY), tmp_path, only=1)
-    with running(job):
+    arguments = tiny_overrides(tiny_data, tmp_path / "run", MANY)
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130}
+    jobs = {number: fork_ranks(arguments, tmp_path, only=1)[0] for number in codes}
+    with running(*jobs.values()):
         time.sleep(4)
-        job.send(number)
-        assert job.wait(10) == code
-    assert job.output().count("\n") == 1 and job.output().startswith("rank 0: ")
+        for number, job in jobs.items():
+            job.send(number)
+        assert {number: job.wait(10) for number, job in jobs.items()} == codes
+    for number, job in jobs.items():
+        assert job.output() == f"rank 0: {number.name} while it waited for the other ranks\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -113,17 +138,27 @@ def test_a_stopped_job_goes_on(number, code, tiny_data, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system with room for one checkpoint, not for two."""
+def small_disk(tmp_path, request):
+    """A file system of `request.param` bytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(folder)], check=False)
-    if made.returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a small file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.parametrize("small_disk", ["4k"], indirect=True)
+def test_a_run_folder_that_cannot_be_filled_is_one_message(small_disk, tiny_data, tmp_path):
+    jobs = fork_ranks(tiny_overrides(tiny_data, small_disk / "run"), tmp_path)
+    with running(*jobs):
+        assert [job.wait(40) for job in jobs] == [2, 2]
+    assert jobs[0].output().startswith(f"error: run.dir={small_disk / 'run'}: cannot be written ([Errno 28] No space")
+    assert [job.output().count("\n") for job in jobs] == [1, 1]
+
+
+@pytest.mark.parametrize("small_disk", ["500k"], indirect=True)  # room for one checkpoint, not for two
 def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(small_disk, tiny_data, tmp_path):
     arguments = tiny_overrides(tiny_data, small_disk / "run", "checkpoint=periodic", "checkpoint.save_interval=3")
     arguments += ["train.steps=9", "checkpoint.keep=9"]
