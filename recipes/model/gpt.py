@@ -131,7 +131,7 @@ class GPT(nn.Module):
         positions_BS: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [S, B, V]. `positions_BS` None means 0..S-1; `attention_mask` [B, 1, S, S] True where not to look, None: causal."""
+        """Logits [S, B, V]. Without `positions_BS` 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal."""
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
         angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
         x_SBH = self.embedding(tokens_BS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import importlib
 import io
 import os
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from recipes.checkpoint.format import open_checkpoint
 from recipes.checkpoint.load import load_engine
 from recipes.checkpoint.save import save
 from recipes.config import Config, MoeBackend, Precision
-from recipes.data.loader import step_indices
+from recipes.data.blend import open_blend
+from recipes.data.dataset import load_dataset
+from recipes.data.loader import global_batch, step_indices
 from recipes.data.synthetic import write_dataset
 from recipes.engine import Engine
 from recipes.launcher import Ranks, rank_environment
@@ -175,3 +179,24 @@ def call_tool(rank: int, world_size: int, module: str, arguments: list[str]) -> 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = importlib.import_module(module).main(arguments)
     return code, out.getvalue(), err.getvalue()
+
+
+def seed_report(rank: int, world_size: int, data: str, seed: int) -> dict[str, Any]:
+    """Digests of what depends on seeds: initial weights, three steps of samples, dropout masks, generator states."""
+    config = tiny_config(run__seed=seed, train__micro_batch_size=2)
+    start_process(config, rank_environment(os.environ))
+
+    def digest(*tensors: torch.Tensor) -> str:
+        return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+    report: dict[str, Any] = {"weights": digest(*(p.detach() for p in GPT(config).parameters()))}
+    blend = open_blend(load_dataset(data), {}, config.model.seq_length, seed)
+    report["rng_before_loading"] = digest(torch.get_rng_state())
+    batches = [global_batch(blend, step, 2, 2, rank, world_size) for step in range(3)]
+    report["rng_after_loading"] = digest(torch.get_rng_state())
+    report["samples"] = [int(k) for step in range(3) for k in step_indices(step, 2, 2, rank, world_size).ravel()]
+    report["tokens"] = digest(*(torch.from_numpy(micro) for step in batches for micro in step))
+    report["dropout"] = digest(torch.nn.functional.dropout(torch.ones(100)))
+    with get_cuda_rng_tracker().fork():
+        report["tracked_dropout"] = digest(torch.nn.functional.dropout(torch.ones(100)))
+    return report
