@@ -1,6 +1,6 @@
 """The description of a run: one dataclass per configuration group, the unit of every field beside it.
 
-Hydra composes YAML groups and command-line overrides into these schemas (`recipes/pretrain.py`); `recipes/validation.py`
+Hydra composes YAML groups and command-line overrides into these schemas (`recipes/pretrain.py`); `recipes/validation`
 then checks the fields against each other. Nothing here imports torch, so that a mistake is answered at once.
 Where megatron-core or DeepSpeed have a name for something, it is used.
 """

@@ -134,6 +134,7 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
     experts, shared = config.moe.num_moe_experts, config.moe.moe_shared_expert_intermediate_size
+    assert experts is not None
     yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
     for expert in range(experts):
         yield from _mlp_tensors(config, f"{prefix}.moe.experts.{expert}", expert_width(config))
