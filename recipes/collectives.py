@@ -23,13 +23,21 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def start() -> None:
     """Join the default process group described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    A process without WORLD_SIZE, or with 1, is alone and needs no port.
+    A process without WORLD_SIZE, or with 1, is alone and needs no port. Raises ValueError when the port is taken.
     """
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if os.environ.get("WORLD_SIZE", "1") == "1":
         dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
-    else:
+        return
+    try:
         dist.init_process_group(backend, timeout=TIMEOUT)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = f"MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise ValueError(
+            f"{port} is in use, perhaps by another job; give this one another by --master_port N"
+        ) from error
 
 
 def stop() -> None:

@@ -129,6 +129,8 @@ def rank_environment(environ: Mapping[str, str]) -> Ranks:
     if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
         place = f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank} of {ranks.local_world_size}"
         raise ValueError(f"{place}: each must lie below its count; check the variables that the launcher sets")
+    if not 0 < ranks.master_port < 65536:
+        raise ValueError(f"MASTER_PORT={ranks.master_port} must lie in 1 .. 65535; give the launcher another")
     return ranks
 
 

@@ -106,6 +106,7 @@ def test_a_batch_script_without_srun_is_one_process():
             {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
             "rank 2 of 2, .*below its count",
         ),
+        (STEP | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must lie in 1 .. 65535"),
         (STEP | {"SLURM_STEP_NODELIST": "n[a-b]"}, r"node list range \[a-b\]"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_a_rank_that_hangs_is_waited_for_only_so_long(tiny_data, tmp_path):
         assert jobs[0].wait(40) == 1
         assert time.time() - (tmp_path / "failed").stat().st_mtime < 15
     assert "rank 0: lost contact" in jobs[0].output()
+
+
+def test_a_port_that_another_job_has_is_one_message(tiny_data, tmp_path):
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        job = ForkedJob(tiny_overrides(tiny_data, tmp_path / "run"), tmp_path, **place, MASTER_PORT=port)
+        with running(job):
+            assert job.wait(40) == 2
+    assert job.output() == (
+        f"error: MASTER_PORT={port} is in use, perhaps by another job; give this one another by --master_port N\n"
+    )
 
 
 def test_a_second_signal_ends_a_job_that_hangs(tiny_data, tmp_path):
