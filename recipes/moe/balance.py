@@ -13,9 +13,15 @@ from __future__ import annotations
 import torch
 
 
-def balance_part(probs_TE: torch.Tensor, share_E: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
-    """E sum_e f_e sum_t p_te / tokens over the tokens given: their part of the loss of a batch of `tokens` tokens."""
-    return probs_TE.shape[1] * (share_E * probs_TE.sum(0)).sum() / tokens
+def balance_part(
+    probs_TE: torch.Tensor, share_E: torch.Tensor, tokens: torch.Tensor | float, mask_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """E sum_e f_e sum_t p_te / tokens over the tokens given: their part of the loss of a batch of `tokens` tokens.
+
+    `mask_T` is 1 for tokens that count, which `share_E` and `tokens` must then be of.
+    """
+    counting_TE = probs_TE if mask_T is None else probs_TE * mask_T[:, None]
+    return probs_TE.shape[1] * (share_E * counting_TE.sum(0)).sum() / tokens
 
 
 def sequence_balance_part(
@@ -26,7 +32,7 @@ def sequence_balance_part(
     `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing.
     """
     _, batch, experts = probs_SBE.shape
-    mask_SB = torch.ones(probs_SBE.shape[:2], device=probs_SBE.device) if mask_SB is None else mask_SB.float()
+    mask_SB = torch.ones_like(probs_SBE[..., 0]) if mask_SB is None else mask_SB.to(probs_SBE.dtype)
     chosen_SBE = torch.zeros_like(probs_SBE).scatter_add_(
         2, ids_SBK, mask_SB[..., None].expand(ids_SBK.shape).contiguous()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.utils import groups
 
@@ -15,6 +16,8 @@ def group_key(layout: Layout) -> str:
 
 def ensure_groups(layout: Layout) -> None:
     """Create the groups of `layout` once (all ranks must call it) and enter them into DeepSpeed's dictionaries."""
+    if not deepspeed.comm.is_initialized():  # its layer asks about groups through it, also in a model without an engine
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     key, rank = group_key(layout), dist.get_rank()
     if key in groups._EXPERT_PARALLEL_GROUP:
         return

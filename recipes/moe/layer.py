@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+from recipes import collectives
 from recipes.config import Activation, Config, MoeBackend, TokenDropPolicy
 from recipes.logical import expert_width
 from recipes.moe.context import MoeContext
@@ -100,25 +101,21 @@ class GroupedMoE(MoE):
 
 
 class StockMoE(MoE):
-    """DeepSpeed's layer, told not to choose at random, with auxiliary losses computed by us over the whole batch."""
+    """DeepSpeed's drop-free layer, told not to choose at random, with auxiliary losses computed by us over the whole batch."""
 
     def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
-        moe = run.moe
-        drop = moe.moe_expert_capacity_factor is not None
         super().__init__(
             run.model.hidden_size,
             ExpertMLP(run.model.hidden_size, expert_width(run), gated, dtype),
-            num_experts=moe.num_moe_experts,
+            num_experts=run.moe.num_moe_experts,
             ep_size=context.layout.expert_parallel_size,
-            k=moe.moe_router_topk,
-            drop_tokens=drop,
-            capacity_factor=moe.moe_expert_capacity_factor or 1.0,
-            eval_capacity_factor=moe.moe_eval_capacity_factor or 1.0,
-            min_capacity=moe.moe_min_capacity,
+            k=run.moe.moe_router_topk,
+            drop_tokens=False,
+            min_capacity=0,  # its default of 4 refuses shorter batches, even without dropping
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.moe, self.layout = moe, context.layout
+        self.moe, self.layout, self.group = run.moe, context.layout, context.group
         self.deepspeed_moe.gate.wg.to(dtype)
         self.set_deepspeed_parallelism()
 
@@ -130,16 +127,18 @@ class StockMoE(MoE):
             self._create_process_groups()
 
     def forward(self, x_TH: torch.Tensor):
-        out_TH, _, _ = super().forward(x_TH)
-        gate = self.deepspeed_moe.gate
-        logits_TE = router_logits(x_TH, gate.wg.weight)
+        out_TH = self._experts(x_TH)
+        logits_TE = router_logits(x_TH, self.deepspeed_moe.gate.wg.weight)
         ids_TK, _, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
-        return out_TH, logits_TE, probs_TE, ids_TK, self._dropped(ids_TK)
+        return out_TH, logits_TE, probs_TE, ids_TK, 0
 
-    def _dropped(self, ids_TK: torch.Tensor) -> torch.Tensor | int:
-        factor = self.moe.moe_expert_capacity_factor if self.training else self.moe.moe_eval_capacity_factor
-        if factor is None:
-            return 0
-        limit = capacity(len(ids_TK), ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
-        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.num_experts)
-        return (counts_E - limit).clamp(min=0).sum()
+    def _experts(self, x_TH: torch.Tensor) -> torch.Tensor:
+        if self.group is None or self.moe.moe_router_topk > 1:
+            return super().forward(x_TH)[0]
+        # Its top-1 gate bounds the slots of an expert, which all ranks must have alike, by the number of the rank's own
+        # tokens: the shorter ranks are filled up with tokens that go to no expert.
+        tokens = len(x_TH)
+        mine_P = x_TH.new_full((collectives.group_size(self.group),), tokens, dtype=torch.int64)
+        most = int(collectives.exchange_equal(mine_P, self.group).max())
+        used_T = torch.arange(most, device=x_TH.device) < tokens
+        return super().forward(F.pad(x_TH, (0, 0, 0, most - tokens)), used_T.long())[0][:tokens]

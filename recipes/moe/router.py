@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ def route(logits_TE: torch.Tensor, topk: int, pre_softmax: bool) -> tuple[torch.
 
 def capacity(tokens: int, topk: int, num_experts: int, factor: float, minimum: int = 0) -> int:
     """Most tokens that one expert takes of this rank's `tokens`: ceil(T K factor / E), at least `minimum`, at most T."""
-    return min(tokens, max(minimum, math.ceil(tokens * topk * factor / num_experts)))
+    even_share = Fraction(str(factor)) * tokens * topk / num_experts  # exact: in floats ceil(100 x 1.1 / 10) is 12
+    return min(tokens, max(minimum, math.ceil(even_share)))
 
 
 def kept(

@@ -1,0 +1,127 @@
+"""A layer of experts in float64, slowly: loops over tokens, choices and experts, differentiable, one process.
+
+It shares no code with the layers that are compared with it. Weights are a dict of logical names without the prefix of the
+layer: router, experts.0.{gate,up,down}, shared.{gate,up,down}; without `gate` the activation is GELU.
+T tokens in the order of [S, B], E experts, K choices per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Routed:
+    """`chosen[t]`: experts of token t, the best first. `kept`: (token, choice) pairs that no full expert turned away."""
+
+    out_SBH: torch.Tensor
+    logits_TE: torch.Tensor
+    probs_TE: torch.Tensor
+    chosen: list[list[int]]
+    kept: set[tuple[int, int]]
+
+    @property
+    def counts_E(self) -> list[int]:
+        """Choices of each expert, kept or not."""
+        flat = [expert for choices in self.chosen for expert in choices]
+        return [flat.count(expert) for expert in range(self.probs_TE.shape[1])]
+
+
+def moe_layer(
+    x_SBH: torch.Tensor,
+    weights: Weights,
+    topk: int,
+    pre_softmax: bool,
+    factor: float | None = None,
+    minimum: int = 0,
+    by_probability: bool = True,
+) -> Routed:
+    """Output and routing; `factor` None: nothing is dropped."""
+    tokens = list(x_SBH.reshape(-1, x_SBH.shape[-1]))
+    experts = len(weights["router"])
+    all_logits, all_probs, chosen, gates = [], [], [], []
+    for x_H in tokens:
+        logits_E = torch.stack([(row_H * x_H).sum() for row_H in weights["router"]])
+        exponentials_E = torch.exp(logits_E - logits_E.max().detach())
+        probs_E = exponentials_E / exponentials_E.sum()
+        best = sorted(range(experts), key=lambda expert: -logits_E[expert].item())[:topk]
+        total = 1.0 if pre_softmax else sum(probs_E[expert] for expert in best)
+        all_logits.append(logits_E)
+        all_probs.append(probs_E)
+        chosen.append(best)
+        gates.append([probs_E[expert] / total for expert in best])
+    limit = len(tokens)
+    if factor is not None:
+        limit = capacity(len(tokens), topk, experts, factor, minimum)
+    kept = fitting(chosen, [[gate.item() for gate in row] for row in gates], experts, limit, by_probability)
+    outs = []
+    for t, x_H in enumerate(tokens):
+        y_H = torch.zeros_like(x_H)
+        for k, expert in enumerate(chosen[t]):
+            if (t, k) in kept:
+                y_H = y_H + gates[t][k] * feed_forward(x_H, weights, f"experts.{expert}")
+        if "shared.up" in weights:
+            y_H = y_H + feed_forward(x_H, weights, "shared")
+        outs.append(y_H)
+    out_SBH = torch.stack(outs).view(x_SBH.shape)
+    return Routed(out_SBH, torch.stack(all_logits), torch.stack(all_probs), chosen, kept)
+
+
+def feed_forward(x_H: torch.Tensor, weights: Weights, prefix: str) -> torch.Tensor:
+    """SwiGLU with a gate, else GELU by the error function."""
+    up_F = weights[f"{prefix}.up"] @ x_H
+    if f"{prefix}.gate" in weights:
+        gate_F = weights[f"{prefix}.gate"] @ x_H
+        hidden_F = gate_F / (1 + torch.exp(-gate_F)) * up_F
+    else:
+        hidden_F = up_F * 0.5 * (1 + torch.erf(up_F / math.sqrt(2)))
+    return weights[f"{prefix}.down"] @ hidden_F
+
+
+def capacity(tokens: int, topk: int, experts: int, factor: float, minimum: int) -> int:
+    """Most tokens of one expert, in exact fractions of the factor as it is written."""
+    even_share = Fraction(str(factor)) * tokens * topk / experts
+    return min(tokens, max(minimum, math.ceil(even_share)))
+
+
+def fitting(
+    chosen: list[list[int]], gates: list[list[float]], experts: int, limit: int, by_probability: bool
+) -> set[tuple[int, int]]:
+    """(token, choice) pairs of each expert's queue: all first choices before all second ones, or the largest gates."""
+    kept: set[tuple[int, int]] = set()
+    for expert in range(experts):
+        queue = [(k, t) for k in range(len(chosen[0])) for t, choices in enumerate(chosen) if choices[k] == expert]
+        if by_probability:
+            queue.sort(key=lambda place: -gates[place[1]][place[0]])
+        kept |= {(t, k) for k, t in queue[:limit]}
+    return kept
+
+
+def balance(probs_TE: torch.Tensor, counts_E: list[int]) -> torch.Tensor:
+    """E sum_e f_e P_e with the shares f of `counts_E`."""
+    experts = probs_TE.shape[1]
+    total = sum(counts_E)
+    return experts * sum(counts_E[e] / total * probs_TE[:, e].mean() for e in range(experts))
+
+
+def sequence_balance(routed: Routed) -> torch.Tensor:
+    """The mean over sequences of `balance` on each."""
+    sequence, batch, _ = routed.out_SBH.shape
+    losses = []
+    for b in range(batch):
+        rows = [s * batch + b for s in range(sequence)]
+        flat = [expert for t in rows for expert in routed.chosen[t]]
+        counts_E = [flat.count(expert) for expert in range(routed.probs_TE.shape[1])]
+        losses.append(balance(routed.probs_TE[rows], counts_E))
+    return sum(losses) / batch
+
+
+def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of log(sum_e exp(logit_e))^2."""
+    return sum(torch.log(torch.exp(row_E).sum()) ** 2 for row_E in logits_TE) / len(logits_TE)
