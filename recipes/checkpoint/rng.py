@@ -14,11 +14,11 @@ _TRACKER = "tracker/"
 def rng_state() -> dict[str, torch.Tensor]:
     """Every generator's state."""
     version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
         "python": torch.tensor([version, *numbers], dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),

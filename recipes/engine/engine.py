@@ -112,8 +112,8 @@ class Engine:
         """Whole averaged gradients of this rank's experts, or of all other parameters."""
         members = [e.parameter for e in self.parameters if is_moe_param(e.parameter) is experts]
         if isinstance(self.wrapper, BF16_Optimizer):
-            return [parameter._hp_grad for parameter in members]
-        return [parameter.grad for parameter in members]
+            return [parameter._hp_grad for parameter in members]  # type: ignore[attr-defined]
+        return [parameter.grad for parameter in members if parameter.grad is not None]
 
     def step(self, lr: float) -> None:
         """Clip and update with learning rate `lr`."""

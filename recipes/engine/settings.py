@@ -62,7 +62,7 @@ def make_optimizer(config: Config, parameters: list[LocalParameter], decays: dic
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for entry in parameters:
         decay, experts = decays[entry.pieces[0].name], is_moe_param(entry.parameter)
-        name = entry.parameter.group_name if experts else "decay" if decay else "no_decay"
+        name = getattr(entry.parameter, "group_name", "") if experts else "decay" if decay else "no_decay"
         weight_decay = settings.weight_decay if decay else 0.0
         group = groups.setdefault((name, decay), {"params": [], "name": name, "weight_decay": weight_decay})
         group["params"].append(entry.parameter)

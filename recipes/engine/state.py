@@ -7,6 +7,7 @@ the difference: per parameter, the elements of its flattened form that this rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
             state["step"].fill_(steps)
 
 
-def fragments(optimizer: torch.optim.Optimizer, wrapper: object, parameter: nn.Parameter) -> Fragment | None:
+def fragments(optimizer: torch.optim.Optimizer, wrapper: Any, parameter: nn.Parameter) -> Fragment | None:
     """This rank's fragment of `parameter`, or None if ZeRO gave it none. `wrapper` is DeepSpeed's optimizer."""
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1/2 and the bf16 optimizer: a slice of a flat partition
         mapping = parameter._hp_mapping

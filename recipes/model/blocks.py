@@ -55,15 +55,20 @@ def transformer_config(model: ModelConfig, precision: Precision) -> TransformerC
     )
 
 
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm with megatron-core's constructor; marks its weights when tokens are sharded over TP."""
+def build_norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
+    """RMSNorm or LayerNorm by megatron-core's arguments; marks its weights when tokens are sharded over TP."""
+    kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+    norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+    for weight in norm.parameters():
+        weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> nn.Module:
-        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for weight in norm.parameters():
-            weight.sequence_parallel = config.sequence_parallel
-        return norm
+
+class Norm(nn.Module):
+    """`build_norm` as the class that a layer specification asks for; what it makes is torch's own module."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):  # type: ignore[misc]
+        return build_norm(config, hidden_size, eps)
 
 
 class SdpaAttention(nn.Module):

@@ -8,7 +8,7 @@ tensors its parameters hold (`logical_pieces`), from which weights are drawn, co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from recipes.logical import (
     logical_tensors,
     vocabulary_piece,
 )
-from recipes.model.blocks import Norm, layer_spec, rotary_angles, transformer_config
+from recipes.model.blocks import build_norm, layer_spec, rotary_angles, transformer_config
 from recipes.moe.context import MoeContext
 from recipes.moe.layer import MoeLayer
 from recipes.topology import Layout
@@ -74,7 +74,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: Config, mcore_config):
         super().__init__()
-        self.inner = Norm(mcore_config, config.model.hidden_size, eps=config.model.layernorm_epsilon)
+        self.inner = build_norm(mcore_config, config.model.hidden_size, eps=config.model.layernorm_epsilon)
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return self.inner(x_SBH)
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         positions_BS: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [S, B, V]. Without `positions_BS` 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal."""
+        """Logits [S, B, V]. Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal."""
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
         angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
         x_SBH = self.embedding(tokens_BS)
@@ -180,10 +180,13 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(grad_T[:, None]).to(ctx.dtype), None
 
 
-def registry(model: nn.Module, config: Config) -> list[LocalParameter]:
+def registry(model: GPT, config: Config) -> list[LocalParameter]:
     """Every parameter of `model` with the logical pieces that it holds, in forward order, each parameter once."""
     found: list[LocalParameter] = []
-    for prefix, module in _leaves(model):
+    stages: dict[str, Any] = {"embedding": model.embedding}
+    stages |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
+    stages |= {"final_norm": model.final_norm, "head": model.head}
+    for prefix, module in stages.items():
         for name, parameter in module.named_parameters():
             pieces = module.logical_pieces(config, name, parameter)
             found.append(LocalParameter(f"{prefix}.{name}", parameter, pieces))
@@ -191,13 +194,9 @@ def registry(model: nn.Module, config: Config) -> list[LocalParameter]:
     return found
 
 
-def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "logical_pieces"))
-
-
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Draw all weights of a GPT by logical name; rows that pad the vocabulary are zero."""
+def initialise(model: GPT, seed: int) -> None:
+    """Draw all weights by logical name; rows that pad the vocabulary are zero."""
     tensors = logical_tensors(model.config)
     for entry in registry(model, model.config):
         entry.parameter.zero_()

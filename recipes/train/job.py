@@ -93,6 +93,7 @@ class Job:
     def __init__(self, config: Config, ranks: Ranks, patches_applied: list[str]):
         self.config, self.ranks = config, ranks
         self.device = collectives.device()
+        assert config.data.path is not None  # validation has made sure
         self.dataset = load_dataset(config.data.path)
         self.folder, checkpoint, self.lock = _claim_folder(config, ranks, patches_applied)
         self.protected = [] if checkpoint is None else [checkpoint.path]
@@ -138,10 +139,8 @@ class Job:
         goes_on_after = done if config.run.resume is Resume.auto else None
         self.metrics = MetricsFile(self.folder / "metrics.jsonl", goes_on_after) if rank_zero else NoMetrics()
         self.wandb = open_run(self.folder, config.telemetry, rank_zero, run_id, to_plain(config))
-        window = config.telemetry.profile_steps
-        self.profile = (
-            NoProfile() if window is None else ProfileWindow(*window, self.folder / "profile", self.ranks.rank)
-        )
+        folder, window = self.folder / "profile", config.telemetry.profile_steps
+        self.profile = NoProfile() if window is None else ProfileWindow(window[0], window[1], folder, self.ranks.rank)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         names = [line.split()[1] for line in applied()]
         self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
@@ -253,6 +252,6 @@ def _fill(folder: Path, config: Config, patches_applied: list[str]) -> dict[str,
             check_resumable(config, open_checkpoint(path))
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
     write_json(folder / "environment.json", describe_environment(patches_applied))
-    for tokenizer in Path(config.data.path).glob("tokenizer*"):
+    for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
         shutil.copyfile(tokenizer, folder / tokenizer.name)
     return {"folder": str(folder), "checkpoint": None if path is None else str(path)}

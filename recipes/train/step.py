@@ -30,8 +30,8 @@ def train_step(
     The loss is the sum over valid tokens divided by their number in the whole step, over all ranks and micro-batches, so
     that neither how the batch is cut nor how many tokens are masked in a part of it changes the gradient.
     """
-    tokens = sum(valid_tokens(inputs).sum() for inputs in micro_batches)
-    global_tokens = max(int(collectives.sum_over_ranks(tokens.clone())), 1)
+    tokens = torch.stack([valid_tokens(inputs).sum() for inputs in micro_batches]).sum()
+    global_tokens = max(int(collectives.sum_over_ranks(tokens)), 1)
     sums = torch.zeros(2, dtype=torch.float64, device=tokens.device)
     sums[1] = float(stop_requested)
     for inputs in micro_batches:

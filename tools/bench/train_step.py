@@ -65,11 +65,10 @@ def check(config: Config) -> None:
 
 def _ours(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     """The real loop on a synthetic data set in a temporary run folder."""
+    from recipes.data.synthetic import write_dataset
     from recipes.launcher import Ranks
     from recipes.train.job import Job, start_process
     from recipes.train.loop import train_one
-    from recipes.train.signals import StopRequest
-    from recipes.data.synthetic import write_dataset
 
     vocab = config.model.vocab_size or 4096
     config.model.vocab_size = vocab
@@ -78,10 +77,9 @@ def _ours(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     config.telemetry.wandb_mode = WandbMode.disabled
     config.train.steps, config.telemetry.log_interval = 10**9, 10**9
     applied = start_process(config, Ranks())
-    stop = StopRequest()
-    job = Job(config, Ranks(), applied, stop)
+    job = Job(config, Ranks(), applied)
+    job.stop.restore()
     steps = iter(range(1, config.train.steps))
-    stop.restore()
     return lambda: train_one(job, next(steps)), job
 
 
@@ -105,7 +103,7 @@ def _hugging_face(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None
     model = config.model
     peer = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=model.vocab_size,
+            vocab_size=model.vocab_size or 0,
             hidden_size=model.hidden_size,
             intermediate_size=ffn_width(model),
             num_hidden_layers=model.num_layers,
@@ -114,7 +112,7 @@ def _hugging_face(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None
             max_position_embeddings=model.seq_length,
             rms_norm_eps=model.layernorm_epsilon,
             tie_word_embeddings=model.share_embeddings_and_output_weights,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # type: ignore[call-arg]
         )
     )
     optimizer = torch.optim.AdamW(peer.parameters(), lr=config.optimizer.lr, fused=True)
