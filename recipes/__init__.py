@@ -2,8 +2,12 @@
 
 import warnings
 
-# megatron-core says on every import that optional CUDA libraries are missing; environment.json records what is there.
-warnings.filterwarnings(
-    "ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed|full scope is deprecated"
-)
-warnings.filterwarnings("ignore", message=r"Transformer Engine and Apex are not installed")
+# Said on every import and rank, about things that are upstream's: optional CUDA libraries that environment.json records,
+# and names that DeepSpeed still uses.
+for _message in (
+    r"(Transformer Engine and )?Apex (is|are) not installed",
+    r"full scope is deprecated",
+    r".*all_gather_into_tensor",
+    r".*reduce_scatter_tensor",
+):
+    warnings.filterwarnings("ignore", message=_message)
