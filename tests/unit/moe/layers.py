@@ -1,18 +1,19 @@
-"""Small layers of experts with given weights, to compare with the oracle. Import inside forked tests only: needs DeepSpeed."""
+"""Small layers of experts with given weights, to compare with the oracle. Only `build` imports DeepSpeed."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recipes.config import Config
 from recipes.logical import Piece, block_pieces, logical_tensors
-from recipes.moe.context import MoeContext
-from recipes.moe.layer import MoeLayer
 from recipes.topology import Layout
 from tests.tiny import tiny_moe_config
+
+if TYPE_CHECKING:
+    from recipes.moe.layer import MoeLayer
 
 _PREFIX = "layers.0.moe."
 
@@ -36,6 +37,9 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def build(config: Config, weights: dict[str, torch.Tensor], layout: Layout | None = None) -> MoeLayer:
     """Layer 0 with the given weights in fp32; its context is `layer.context`."""
+    from recipes.moe.context import MoeContext
+    from recipes.moe.layer import MoeLayer
+
     context = MoeContext(config, layout or Layout(1))
     layer = MoeLayer(SimpleNamespace(params_dtype=torch.float32), config, context, 0)
     with torch.no_grad():

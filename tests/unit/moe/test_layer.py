@@ -13,6 +13,7 @@ from recipes.config import Activation, AuxLossScope, Config, MoeBackend, TokenDr
 from tests.distributed.test_gradients import worst
 from tests.ranks import forked
 from tests.unit.moe import oracle
+from tests.unit.moe.layers import build, gradients, layer_config, pieces, random_weights
 
 BOUND = 1e-5
 
@@ -39,8 +40,6 @@ def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> t
 
 def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None) -> oracle.Routed:
     """Output and gradients of one training step of a layer, and its output in evaluation, are the oracle's."""
-    from tests.unit.moe.layers import build, gradients, random_weights
-
     weights = random_weights(config, seed)
     layer = build(config, weights)
     previous_E = previous_E or [1] * config.moe.num_moe_experts
@@ -77,8 +76,6 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None) 
 @pytest.mark.parametrize("backend", MoeBackend)
 @forked
 def test_every_shape_scope_and_order_of_softmax(backend):
-    from tests.unit.moe.layers import layer_config
-
     for number, (topk, pre_softmax, scope, activation, shared) in enumerate(
         itertools.product((1, 2, 3), (True, False), AuxLossScope, Activation, (None, 5))
     ):
@@ -92,8 +89,6 @@ def test_every_shape_scope_and_order_of_softmax(backend):
 
 @forked
 def test_any_number_of_tokens_experts_and_choices():
-    from tests.unit.moe.layers import layer_config
-
     @settings(deadline=None, max_examples=60)
     @given(data=st.data(), sequence=st.integers(1, 6), batch=st.integers(1, 3), experts=st.integers(1, 8))
     def check(data, sequence, batch, experts):
@@ -121,8 +116,6 @@ def test_any_number_of_tokens_experts_and_choices():
 @pytest.mark.parametrize("backend", MoeBackend)
 @forked
 def test_short_batches_with_and_without_dropping(backend, topk):
-    from tests.unit.moe.layers import layer_config
-
     for tokens, factor in itertools.product((1, 3, 16), (None, 1.0)):
         if backend is MoeBackend.deepspeed and factor is not None:
             continue  # refused by the checks of the description
@@ -134,8 +127,6 @@ def test_short_batches_with_and_without_dropping(backend, topk):
 
 def crowded(config: Config):
     """A layer whose router sends every token to expert 0, and its tokens."""
-    from tests.unit.moe.layers import build, random_weights
-
     weights = random_weights(config)
     weights["router"].zero_()[0] = 1.0
     tokens = torch.rand(5, 1, config.model.hidden_size, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -144,8 +135,6 @@ def crowded(config: Config):
 
 @forked
 def test_a_full_expert_keeps_the_first_tokens_and_the_others_get_nothing():
-    from tests.unit.moe.layers import layer_config
-
     config = layer_config(5, 1, moe__moe_router_topk=1, moe__moe_router_pre_softmax=True)
     config.moe.moe_expert_capacity_factor, config.moe.moe_eval_capacity_factor = 1.0, 2.0
     config.moe.moe_token_drop_policy = TokenDropPolicy.position
@@ -161,8 +150,6 @@ def test_a_full_expert_keeps_the_first_tokens_and_the_others_get_nothing():
 
 @forked
 def test_a_capacity_above_the_number_of_tokens_drops_nothing():
-    from tests.unit.moe.layers import build, layer_config, random_weights
-
     changes = {"moe__num_moe_experts": 2, "moe__moe_router_topk": 2}
     free = layer_config(4, 1, **changes)
     bound = layer_config(4, 1, moe__moe_expert_capacity_factor=1.5, **changes)
@@ -180,7 +167,6 @@ def test_a_bf16_layer_routes_in_fp32(backend):
     from recipes.moe.context import MoeContext
     from recipes.moe.layer import MoeLayer
     from recipes.topology import Layout
-    from tests.unit.moe.layers import layer_config, pieces
 
     config = layer_config(1, 1, moe__backend=backend, moe__moe_router_topk=1, moe__moe_router_pre_softmax=True)
     config.model.hidden_size, config.moe.num_moe_experts = 2, 2
