@@ -125,12 +125,12 @@ def run_job(rank: int, world_size: int, config: Config) -> None:
 
 
 def resave(rank: int, world_size: int, config: Config, stage: int, folder: str) -> str:
-    """Load the last checkpoint of a run under another ZeRO stage and number of ranks, and save it elsewhere."""
+    """Load the last checkpoint of a run under another ZeRO stage, layout or backend, and save it elsewhere."""
     config = copy.deepcopy(config)
     source = open_checkpoint(Path(config.run.dir) / "checkpoints" / f"step_{config.train.steps:08d}")
     config.zero.stage, config.train.micro_batch_size = stage, 1
     start_process(config, rank_environment(os.environ))
-    model = GPT(config)
+    model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
     engine = Engine(model, registry(model, config), config, world_size)
     load_engine(source, engine)
     path = save(Path(folder) / "checkpoints", source.step, engine, source.trainer, keep=1, protect=[])
