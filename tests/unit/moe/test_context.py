@@ -1,0 +1,130 @@
+"""Auxiliary losses on a whole model, and what is recorded about the load of experts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recipes.config import AuxLossScope, Config, MoeBackend
+from tests.ranks import forked
+from tests.tiny import tiny_moe_config
+from tests.unit.moe import oracle
+
+
+def test_load_metrics_by_hand():
+    """Two layers, four experts: loads 6 2 0 0 of mean 2, and 2 2 2 2."""
+    from recipes.moe.context import load_metrics
+
+    counts_NE = torch.tensor([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    tokens_N, dropped_N = torch.tensor([4.0, 4.0]), torch.tensor([3.0, 1.0])
+    entropy_N = torch.tensor([4 * math.log(2), 4 * math.log(4)])
+    metrics = load_metrics(counts_NE, tokens_N, dropped_N, entropy_N)
+    assert metrics["moe/max_vio"] == pytest.approx((6 - 2) / 2)
+    assert metrics["moe/drop_rate"] == pytest.approx(4 / 16)
+    assert metrics["moe/router_entropy"] == pytest.approx((math.log(2) + math.log(4)) / 2)
+    assert metrics["moe/dead_experts"] == 2
+    assert metrics["moe/tokens_per_expert"] == [[6, 2, 0, 0], [2, 2, 2, 2]]
+    assert all(type(count) is int for row in metrics["moe/tokens_per_expert"] for count in row)
+
+
+def routed_model(config: Config):
+    """A model and its ids."""
+    from recipes.model.gpt import GPT
+
+    ids = torch.randint(0, 60, (config.train.micro_batch_size, 17), generator=torch.Generator().manual_seed(0))
+    return GPT(config), (ids[:, :-1], ids[:, 1:].contiguous())
+
+
+def router_gradients(config: Config) -> dict[int, float]:
+    """The norm of the gradient of each layer's router when the language loss counts nothing."""
+    model, inputs = routed_model(config)
+    model.moe.load({"previous_counts": [[9, 4, 2, 1]] * 2})  # of the step before; equal ones would pull nowhere
+    (model(*inputs).sum() * 0).backward()
+    routed = {block.layer: block.inner.mlp.routed for block in model.blocks if block.layer in model.moe.layers}
+    stock = config.moe.backend is MoeBackend.deepspeed
+    weights = {layer: m.deepspeed_moe.gate.wg.weight if stock else m.router for layer, m in routed.items()}
+    return {layer: weight.grad.norm().item() for layer, weight in weights.items()}
+
+
+@pytest.mark.parametrize("scope", AuxLossScope)
+@pytest.mark.parametrize("backend", MoeBackend)
+@forked
+def test_auxiliary_losses_reach_every_router_in_proportion(backend, scope):
+    def norms(balance: float, z: float) -> dict[int, float]:
+        config = tiny_moe_config(moe__moe_layer_freq=1, moe__backend=backend, moe__aux_loss_scope=scope)
+        config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff = balance, z
+        return router_gradients(config)
+
+    assert norms(0, 0) == {0: 0.0, 1: 0.0}
+    for single, double in (((0.1, 0), (0.2, 0)), ((0, 0.1), (0, 0.2))):
+        one, two = norms(*single), norms(*double)
+        assert one.keys() == {0, 1}
+        for layer, norm in one.items():
+            assert norm > 1e-6
+            assert two[layer] == pytest.approx(2 * norm, rel=1e-5)
+
+
+@forked
+def test_the_reported_losses_leave_the_auxiliary_ones_out():
+    losses, evaluated = [], []
+    for coefficient in (0.0, 1.0):
+        config = tiny_moe_config(moe__moe_aux_loss_coeff=coefficient, moe__moe_z_loss_coeff=coefficient)
+        model, inputs = routed_model(config)
+        losses.append(model(*inputs).detach())
+        with torch.no_grad():
+            evaluated.append(model.eval()(*inputs))
+    assert torch.equal(*losses) and torch.equal(*evaluated)
+    assert torch.allclose(losses[0], evaluated[0])
+
+
+@forked
+def test_recorded_losses_are_means_over_layers_of_the_oracles():
+    """Three layers of experts among six, two micro-batches."""
+    config = tiny_moe_config(model__num_layers=6, train__micro_batch_size=4)
+    model, inputs = routed_model(config)
+    seen: list[tuple[int, torch.Tensor]] = []
+    for block in model.blocks:
+        if block.layer in model.moe.layers:
+            hook = lambda module, args, layer=block.layer: seen.append((layer, args[0].detach()))  # noqa: E731
+            block.inner.mlp.register_forward_pre_hook(hook)
+    model(*inputs)
+    model(*(part.flip(0).roll(1, 1) for part in inputs))
+    with torch.no_grad():
+        model.eval()(*inputs)  # evaluation is not recorded
+    metrics = model.moe.finish_step()
+    balances, z_losses, entropies = [], [], []
+    counts = {layer: [0] * 4 for layer in (0, 2, 4)}
+    for layer, x_SBH in seen[:6]:
+        weights = {"router": model.blocks[layer].inner.mlp.routed.router.detach().double()}
+        logits_TE = x_SBH.reshape(-1, 32).double() @ weights["router"].t()
+        probs_TE = torch.softmax(logits_TE, 1)
+        ids = logits_TE.topk(2, dim=1).indices.reshape(-1).tolist()
+        step = [ids.count(expert) for expert in range(4)]
+        counts[layer] = [a + b for a, b in zip(counts[layer], step, strict=True)]
+        balances.append(oracle.balance(probs_TE, step).item())
+        z_losses.append(oracle.z_loss(logits_TE).item())
+        entropies.append(-(probs_TE * probs_TE.log()).sum(1).mean().item())
+    assert metrics["load_balancing_loss"] == pytest.approx(sum(balances) / 6, rel=1e-5)
+    assert metrics["z_loss"] == pytest.approx(sum(z_losses) / 6, rel=1e-5)
+    assert metrics["moe/router_entropy"] == pytest.approx(sum(entropies) / 6, rel=1e-5)
+    assert metrics["moe/tokens_per_expert"] == list(counts.values())
+    assert sum(map(sum, counts.values())) == 3 * 2 * 2 * 4 * 16
+    assert metrics["moe/drop_rate"] == 0
+    assert model.moe.previous_NE.tolist() == list(counts.values())
+    assert not model.moe.report.any()
+
+
+@forked
+def test_state_is_json_and_comes_back():
+    import json
+
+    from recipes.moe.context import MoeContext
+    from recipes.topology import Layout
+
+    config = tiny_moe_config()
+    first, second = MoeContext(config, Layout(1)), MoeContext(config, Layout(1))
+    first.previous_NE.copy_(torch.tensor([[5, 0, 2**40, 1]]))
+    second.load(json.loads(json.dumps(first.state())))
+    assert torch.equal(first.previous_NE, second.previous_NE) and second.previous_NE.dtype == torch.int64
