@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,45 @@ def test_layouts_and_backends_write_the_same_tensors(run_ranks, tiny_data, tmp_p
         target = tmp_path / f"{world_size}-{expert_parallel}-{stage}-{backend.name}"
         run_ranks("resave", world_size, other, stage, str(target))
         assert digests(target) == expected, target.name
+
+
+def opened_logits(rank: int, world_size: int, folder: str) -> torch.Tensor:
+    """Logits of a stored model, opened in one process without an engine or a launcher."""
+    from recipes.checkpoint.model import open_model
+    from recipes.launcher import Ranks
+
+    for name in Ranks().environment():
+        os.environ.pop(name, None)
+    model, *_ = open_model(Path(folder))
+    with torch.no_grad():
+        return model.logits(torch.arange(10)[None]).clone()
+
+
+def test_a_run_with_experts_on_two_ranks_opens_in_one_process(run_ranks, tiny_data, tmp_path):
+    found = {}
+    for backend in MoeBackend:
+        config = moe_training_config(tiny_data, tmp_path / backend.name, backend=backend)
+        config.model.hidden_dropout = config.model.attention_dropout = 0.0
+        config.train.steps = 2
+        run_ranks("run_job", 2, config)
+        found[backend] = run_ranks("tests.distributed.test_moe_resume:opened_logits", 1, config.run.dir)[0]
+    torch.testing.assert_close(found[MoeBackend.grouped], found[MoeBackend.deepspeed], rtol=1e-4, atol=1e-4)
+
+
+def test_logged_losses_leave_the_auxiliary_ones_out(run_ranks, tiny_data, tmp_path):
+    rows = []
+    for coefficient in (0.0, 1.0):
+        config = moe_training_config(tiny_data, tmp_path / f"{coefficient}")
+        config.moe.aux_loss_scope = AuxLossScope.micro_batch
+        config.moe.moe_aux_loss_coeff = config.moe.moe_z_loss_coeff = coefficient
+        config.train.steps, config.optimizer.lr = 1, 0.0
+        config.optimizer.min_lr = 0.0
+        run_ranks("run_job", 2, config)
+        rows.append(
+            dict(pair for row in read_metrics(tmp_path / f"{coefficient}" / "metrics.jsonl") for pair in row.items())
+        )
+    without, with_them = rows
+    for key in ("lm_loss", "eval/lm_loss", "load_balancing_loss", "z_loss", "moe/tokens_per_expert"):
+        assert without[key] == with_them[key], key
+    assert without["load_balancing_loss"] >= 1 and without["z_loss"] > 1
+    assert without["grad_norm"] != with_them["grad_norm"]
