@@ -1,0 +1,95 @@
+"""Which experts the held-out text of each domain goes to, counted with the model of a checkpoint.
+
+run folder -> newest complete checkpoint -> model; its data -> evaluation samples of the valid split -> DomainUse
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from recipes.data.loader import EvalSet
+    from recipes.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class DomainUse:
+    """counts_DNE: assignments of tokens of D domains to E experts in N layers (a token has one per expert it goes to)."""
+
+    domains: list[str]
+    layers: list[int]  # their global numbers, from 0
+    step: int  # of the checkpoint
+    counts_DNE: np.ndarray
+
+    @property
+    def share_DNE(self) -> np.ndarray:
+        """Of a domain's assignments in a layer: sums to 1 over experts (to 0 without any token)."""
+        return self.counts_DNE / self.counts_DNE.sum(axis=2, keepdims=True).clip(min=1)
+
+
+def domain_use(folder: Path, say: Callable[[str], None] = print) -> DomainUse:
+    """Counts over the samples that the run was evaluated on.
+
+    Raises ValueError when the model has no experts, or its checkpoint or its data cannot be opened.
+    """
+    from recipes.checkpoint.model import open_model
+    from tools.evaluate import open_data, open_sets
+
+    model, config, checkpoint = open_model(folder, say)
+    if model.moe is None:
+        raise ValueError(f"{checkpoint.path}: a model without experts")
+    dataset = open_data(None, config, checkpoint)
+    sets = open_sets(dataset, "valid", config, None, None)
+    counts_DNE = np.stack([_count(model, eval_set, dataset.eod) for eval_set in sets.values()])
+    return DomainUse(list(sets), list(model.moe.layers), checkpoint.step, counts_DNE)
+
+
+def _count(model: GPT, eval_set: EvalSet, eod: int) -> np.ndarray:
+    """Assignments of one domain: int64 [N, E]. What the router chose counts, also if a full expert turned it away."""
+    import torch
+
+    from recipes.train.batch import model_inputs
+
+    device = next(model.parameters()).device
+    assert model.moe is not None and model.config.moe.num_moe_experts is not None
+    layers, num_experts = model.moe.layers, model.config.moe.num_moe_experts
+    counts_NE = np.zeros((len(layers), num_experts), dtype=np.int64)
+    for batch in eval_set:
+        inputs = model_inputs(batch.tokens_BS1, eod, model.config.data, device)
+        with _routing(model) as chosen, torch.inference_mode():
+            model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
+        real_B = torch.from_numpy(batch.weight_B > 0).to(device)
+        for row, layer in enumerate(layers):
+            ids_SBK = chosen[layer].view(-1, len(real_B), chosen[layer].shape[1])  # tokens in the order of [S, B]
+            counts_NE[row] += torch.bincount(ids_SBK[:, real_B].reshape(-1), minlength=num_experts).cpu().numpy()
+    return counts_NE
+
+
+@contextlib.contextmanager
+def _routing(model: GPT) -> Iterator[Mapping[int, torch.Tensor]]:
+    """Global layer -> ids_TK of the experts chosen in the forward pass made inside."""
+    from recipes.moe.layer import MoeLayer
+
+    chosen: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_module: object, _inputs: object, output: tuple) -> None:
+            _out_TH, _logits_TE, _probs_TE, chosen[layer], _dropped = output
+
+        return hook
+
+    layers = [module for module in model.modules() if isinstance(module, MoeLayer)]
+    handles = [module.routed.register_forward_hook(keep(module.layer)) for module in layers]
+    try:
+        yield chosen
+    finally:
+        for handle in handles:
+            handle.remove()
