@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.config import AuxLossScope, Config, MoeBackend, Normalization, OptimizerName
+from recipes.config import AuxLossScope, Config, MoeBackend, Normalization, OptimizerName, TokenDropPolicy
 from tests.distributed.test_gradients import merged, worst
 from tests.tiny import tiny_config, tiny_moe_config
 from tests.unit.moe import oracle
@@ -83,32 +83,35 @@ def layer_on_ranks(rank: int, world_size: int, cases: list[LayerCase]) -> list[d
     return results
 
 
-def oracle_of(case: LayerCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], oracle.Routed]:
-    """Output and input gradient of all tokens, gradients of the weights, from one process in float64."""
+def oracle_of(case: LayerCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[oracle.Routed]]:
+    """Output and input gradient of all tokens, gradients of the weights, from one process in float64; routing by rank."""
     moe, (x, pull) = case.config.moe, case.inputs()
     exact = {name: tensor.clone().requires_grad_() for name, tensor in ({"x": x.double()} | case.weights).items()}
-    routed = oracle.moe_layer(exact["x"], exact, moe.moe_router_topk, moe.moe_router_pre_softmax)
+    by_probability = moe.moe_token_drop_policy is TokenDropPolicy.probs
+    options = (moe.moe_router_topk, moe.moe_router_pre_softmax, moe.moe_expert_capacity_factor, 0, by_probability)
+    parts = [oracle.moe_layer(rows, exact, *options) for rows in exact["x"].split(case.tokens)]
+    probs_TE = torch.cat([part.probs_TE for part in parts])
     match moe.aux_loss_scope:
         case AuxLossScope.micro_batch:
-            balance = oracle.balance(routed.probs_TE, routed.counts_E)
+            balance = oracle.balance(probs_TE, counts(parts))
         case AuxLossScope.global_batch:
-            balance = oracle.balance(routed.probs_TE, [1] * moe.num_moe_experts)
+            balance = oracle.balance(probs_TE, [1] * moe.num_moe_experts)
         case AuxLossScope.sequence:  # one sequence per rank
-            balance = sum(_of_rank(routed, rows) for rows in torch.arange(len(x)).split(case.tokens)) / len(case.tokens)
-    loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * oracle.z_loss(routed.logits_TE)
-    ((routed.out_SBH * pull).sum() + loss).backward()
+            balance = sum(oracle.balance(part.probs_TE, part.counts_E) for part in parts) / len(parts)
+    z_loss = oracle.z_loss(torch.cat([part.logits_TE for part in parts]))
+    out = torch.cat([part.out_SBH for part in parts])
+    ((out * pull).sum() + moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z_loss).backward()
     grads = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in exact.items()}
-    return {"out": routed.out_SBH.detach(), "x": grads.pop("x")}, grads, routed
+    return {"out": out.detach(), "x": grads.pop("x")}, grads, parts
 
 
-def _of_rank(routed: oracle.Routed, rows: torch.Tensor) -> torch.Tensor:
-    flat = [expert for t in rows.tolist() for expert in routed.chosen[t]]
-    counts_E = [flat.count(expert) for expert in range(routed.probs_TE.shape[1])]
-    return oracle.balance(routed.probs_TE[rows], counts_E)
+def counts(parts: list[oracle.Routed]) -> list[int]:
+    """Choices of each expert over all ranks."""
+    return [sum(column) for column in zip(*(part.counts_E for part in parts), strict=True)]
 
 
 def check_layer(case: LayerCase, results: list[dict[str, Any]]) -> None:
-    rows, grads, routed = oracle_of(case)
+    rows, grads, parts = oracle_of(case)
     found = {key: torch.cat([result["rows"][key] for result in results]) for key in rows}
     error, name = worst(found, rows)
     assert error <= BOUND, f"{name} is off by {error:.1e}"
@@ -118,9 +121,12 @@ def check_layer(case: LayerCase, results: list[dict[str, Any]]) -> None:
             total[name] = total.get(name, 0) + grad
     error, name = worst(total, grads)
     assert error <= BOUND, f"gradient of {name} is off by {error:.1e}"
-    for expert in (e for e, count in enumerate(routed.counts_E) if count == 0):
+    for expert in (e for e, count in enumerate(counts(parts)) if count == 0):
         assert not any(total[name].any() for name in total if name.startswith(f"experts.{expert}."))
-    assert all(result["metrics"]["moe/tokens_per_expert"][0] == routed.counts_E for result in results)
+    dropped = 1 - sum(len(part.kept) for part in parts) / sum(counts(parts))
+    for metrics in (result["metrics"] for result in results):
+        assert metrics["moe/tokens_per_expert"][0] == counts(parts)
+        assert metrics["moe/drop_rate"] == pytest.approx(dropped)
     evaluated = torch.cat([result["evaluated"] for result in results])
     assert worst({"out": evaluated}, {"out": rows["out"]})[0] <= BOUND
 
@@ -144,6 +150,23 @@ def test_any_spread_of_tokens_is_the_oracles(run_ranks, world_size, expert_paral
         results[1][0]["grads"]["router"] *= 1.001
         with pytest.raises(AssertionError, match="gradient of router"):
             check_layer(cases[0], [rank[0] for rank in results])
+
+
+@pytest.mark.parametrize(("world_size", "expert_parallel"), LAYOUTS)
+def test_dropped_tokens_do_not_travel(run_ranks, world_size, expert_parallel):
+    """Each rank turns away its own tokens; the others pass any expert as if the dropped ones were not there."""
+    cases = []
+    for policy, factor, routing, topk in itertools.product(
+        TokenDropPolicy, (0.1, 1.0), ("spread", "crowded", "idle"), (1, 2)
+    ):
+        changes = {"moe__moe_expert_capacity_factor": factor, "moe__moe_eval_capacity_factor": factor}
+        changes |= {"moe__moe_token_drop_policy": policy, "parallel__expert_model_parallel_size": expert_parallel}
+        tokens = [5, 1, 7, 3][:world_size]
+        cases.append(layer_case(MoeBackend.grouped, tokens, routing, topk, **changes))
+    results = run_ranks("tests.distributed.test_moe_extremes:layer_on_ranks", world_size, cases)
+    for case, *outcome in zip(cases, *results, strict=True):
+        check_layer(case, outcome)
+    assert results[0][2]["metrics"]["moe/drop_rate"] > 0
 
 
 @dataclass
@@ -215,18 +238,19 @@ def engine_on_ranks(rank: int, world_size: int, cases: list[EngineCase]) -> list
 @pytest.mark.parametrize(("world_size", "expert_parallel"), LAYOUTS)
 def test_crowded_experts_train(run_ranks, world_size, expert_parallel, backend):
     """Experts 2 and 3 get nothing: zero gradients, not missing ones; replicas stay the same bits; nothing becomes NaN."""
+    even, single = [(1, 16)] * world_size, [(1, 1)] * world_size
+    uneven = [(2, 9), (1, 1), (3, 2), (1, 16)][:world_size]
     cases = []
-    for stage in (0, 1, 2):
-        for shapes in ([(1, 16)] * world_size, [(1, 1)] * world_size, [(2, 9), (1, 1), (3, 2), (1, 16)][:world_size]):
-            config = tiny_moe_config(zero__stage=stage, train__global_batch_size=world_size, train__micro_batch_size=1)
-            config.model.normalization, config.moe.moe_layer_freq = Normalization.LayerNorm, 1
-            config.moe.moe_router_topk = 1 + stage % 2
-            config.moe.moe_router_pre_softmax = config.moe.moe_router_topk == 1
-            config.moe.backend, config.parallel.expert_model_parallel_size = backend, expert_parallel
-            config.moe.aux_loss_scope = AuxLossScope.global_batch  # adds up over forward passes of different sizes
-            config.optimizer.name, config.optimizer.weight_decay = OptimizerName.adamw, 0.1
-            config.optimizer.clip_grad = 1.0
-            cases.append(EngineCase(config, shapes))
+    for stage, shapes in ((0, even), (0, uneven), (1, single), (1, uneven), (2, even)):
+        config = tiny_moe_config(zero__stage=stage, train__global_batch_size=world_size, train__micro_batch_size=1)
+        config.model.normalization, config.moe.moe_layer_freq = Normalization.LayerNorm, 1
+        config.moe.moe_router_topk = 1 + stage % 2
+        config.moe.moe_router_pre_softmax = config.moe.moe_router_topk == 1
+        config.moe.backend, config.parallel.expert_model_parallel_size = backend, expert_parallel
+        config.moe.aux_loss_scope = AuxLossScope.global_batch  # adds up over forward passes of different sizes
+        config.optimizer.name, config.optimizer.weight_decay = OptimizerName.adamw, 0.1
+        config.optimizer.clip_grad = 1.0
+        cases.append(EngineCase(config, shapes))
     results = run_ranks("tests.distributed.test_moe_extremes:engine_on_ranks", world_size, cases)
     for number, case in enumerate(cases):
         grads, reference = merged(results, number, "grads"), results[0][number]["reference"]
