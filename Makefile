@@ -3,15 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-FREE_PORT := $(PYTHON) -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-py312 check bench clean
+.PHONY: setup quickstart scaling test test-py312 check bench clean
 
 setup: data/small/dataset.json  ## .venv with everything, and the committed texts indexed
 
-quickstart: data/laptop/dataset.json  ## train the dense laptop model on real text with 2 processes
-	$(BIN)/deepspeed --num_accelerators 2 --master_port $(shell $(FREE_PORT)) recipes/pretrain.py experiment=dense
+quickstart: data/laptop/dataset.json  ## dense against Switch of equal compute on real text, 2 processes: table, report/index.html
+	$(BIN)/python -m tools.quickstart
+
+scaling: data/laptop/dataset.json  ## held-out loss with 1, 4, 8 and 16 experts, 3 seeds each; goes on where it was stopped
+	$(BIN)/python -m tools.scaling
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest

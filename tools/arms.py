@@ -128,7 +128,7 @@ def _stop(child: subprocess.Popen) -> None:
     deadline = time.monotonic() + _STOP_SECONDS
     try:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGINT)
+            os.killpg(child.pid, signal.SIGTERM)  # at SIGINT the launcher would print a traceback
         while any(map(runs, processes)) and time.monotonic() < deadline:
             child.poll()  # or it stays a zombie
             time.sleep(0.1)

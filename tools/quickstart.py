@@ -10,8 +10,11 @@ import argparse
 import dataclasses
 import datetime
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,31 +105,30 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     for header in (DENSE, SPARSE, f"{SPARSE} to {DENSE}"):
         shown.add_column(header, justify="right")
 
-    def line(label: str, values: Sequence[Sequence[float | None]], form: str, ratio: bool) -> None:
-        shown.add_row(label, *(_cell(value, form) for value in values), _relation(*values, ratio))
+    def line(label: str, form: str, ratio: bool, value: Callable[[dict[str, Any]], float | None], seed=None) -> None:
+        before, after = ([value(row) for row in group if seed in (None, row["seed"])] for group in (dense, sparse))
+        shown.add_row(label, _cell(before, form), _cell(after, form), _relation(before, after, ratio))
 
-    def values(key: str) -> list[list[float | None]]:
-        return [[row[key] for row in group] for group in (dense, sparse)]
-
-    line("parameters", values("total_params"), "{:,.0f}", True)
-    line("active parameters", values("active_params"), "{:,.0f}", True)
-    line("FLOPs per token", values("flops_per_token"), "{:,.0f}", True)
-    line("held-out nll", values("nll"), "{:.4f}", False)
-    for index, seed in enumerate(seeds if len(seeds) > 1 else []):
-        line(f"  seed {seed}", [[group[index]["nll"]] for group in (dense, sparse)], "{:.4f}", False)
+    line("parameters", "{:,.0f}", True, itemgetter("total_params"))
+    line("active parameters", "{:,.0f}", True, itemgetter("active_params"))
+    line("FLOPs per token", "{:,.0f}", True, itemgetter("flops_per_token"))
+    line("held-out nll", "{:.4f}", False, itemgetter("nll"))
+    for seed in seeds if len(seeds) > 1 else []:
+        line(f"  seed {seed}", "{:.4f}", False, itemgetter("nll"), seed)
     for domain in dense[0]["nll_by_domain"]:
-        by_domain = [[row["nll_by_domain"][domain] for row in group] for group in (dense, sparse)]
-        line(f"  {domain}", by_domain, "{:.4f}", False)
-    line("tokens per second", values("tokens_per_second"), "{:,.0f}", True)
-    line("seconds of training", values("seconds"), "{:,.1f}", True)
-    line("  to the dense loss", values("seconds_to_dense_loss"), "{:,.1f}", True)
+        line(f"  {domain}", "{:.4f}", False, partial(_domain_nll, domain))
+    line("tokens per second", "{:,.0f}", True, itemgetter("tokens_per_second"))
+    line("seconds of training", "{:,.1f}", True, itemgetter("seconds"))
+    line("  to the dense loss", "{:,.1f}", True, itemgetter("seconds_to_dense_loss"))
     return shown
+
+
+def _domain_nll(domain: str, row: dict[str, Any]) -> float | None:
+    return row["nll_by_domain"][domain]
 
 
 def _cell(values: Sequence[float | None], form: str) -> str:
     """One value, or mean ± standard deviation when they differ."""
-    import statistics
-
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "never" if len(values) == 1 else f"never in {len(values) - len(known)} of {len(values)}"
@@ -135,11 +137,12 @@ def _cell(values: Sequence[float | None], form: str) -> str:
 
 
 def _relation(dense: Sequence[float | None], sparse: Sequence[float | None], ratio: bool) -> str:
-    """Ratio of the means, or the mean difference."""
-    if None in dense or None in sparse:
+    """Ratio or difference of the means; nothing when a value is not known."""
+    before, after = ([value for value in values if value is not None] for values in (dense, sparse))
+    if len(before) < len(dense) or len(after) < len(sparse):
         return ""
-    before, after = (sum(filter(None, values)) / len(values) for values in (dense, sparse))
-    return f"x {after / before:.3f}" if ratio else f"{after - before:+.4f}"
+    old, new = statistics.mean(before), statistics.mean(after)
+    return f"x {new / old:.3f}" if ratio else f"{new - old:+.4f}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,15 +84,14 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     shown = Table("experts", title="held-out loss against experts (nats per token)", title_justify="left")
-    for header in ("parameters", "active", "tokens/s", "mean nll", "s.d.", "to first", "each seed"):
+    for header in ("parameters", "active", "mean ± s.d.", "to first", "each seed"):
         shown.add_column(header, justify="right")
     for point in found:
         deviation = point["standard_deviation"]
         shown.add_row(
             str(point["experts"]),
-            *(f"{point[key]:,.0f}" for key in ("total_params", "active_params", "tokens_per_second")),
-            f"{point['mean']:.4f}",
-            "" if deviation is None else f"{deviation:.4f}",
+            *(f"{point[key]:,}" for key in ("total_params", "active_params")),
+            f"{point['mean']:.4f}" + ("" if deviation is None else f" ± {deviation:.4f}"),
             f"{point['mean'] - found[0]['mean']:+.4f}",
             " ".join(f"{nll:.4f}" for nll in point["nll"]),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +18,15 @@ from tools.report.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")  # yellow is too pale for lines
 MOST_RUNS = 2 * len(COLOURS)
 LAST_STEPS = 50  # over which loads are averaged
 _DOTS_PER_INCH = 130
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.grid": True,
@@ -89,18 +91,15 @@ def loss_curves(runs: Sequence[Run], against_seconds: bool) -> Figure:
     return figure
 
 
-def domain_losses(runs: Sequence[Run]) -> Figure | None:
-    """Last held-out loss by domain; None when no run was evaluated."""
+def domain_losses(runs: Sequence[Run]) -> Figure:
+    """Last held-out loss by domain of the runs that were evaluated."""
     last = {number: run.evaluations[-1] for number, run in enumerate(runs) if run.evaluations}
     domains = sorted({domain for evaluation in last.values() for domain in evaluation.by_domain})
-    if not domains:
-        return None
     figure, axes = _figure(9, 1.6 + 0.42 * (len(domains) + 1))
     labels = ["all", *domains]
     for number, evaluation in last.items():
         values = [evaluation.nll, *(evaluation.by_domain.get(domain, np.nan) for domain in domains)]
-        hollow = {"markerfacecolor": "white"} if number >= len(COLOURS) else {}
-        axes.plot(values, range(len(labels)), "o", color=_colour(number), markersize=8, alpha=0.85, **hollow)
+        axes.plot(values, range(len(labels)), **_dot(number))
     axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
     axes.set(xlabel="nats per token", title="held-out loss at the last evaluation", ylim=(len(labels) - 0.5, -0.5))
     _legend(figure, runs, dots=True)
@@ -119,7 +118,7 @@ def optimizer_curves(runs: Sequence[Run]) -> Figure:
         left.plot(run.steps_T, run.lr_T, **_line(number), linewidth=widths[number])
         _curve(right, run.steps_T, run.grad_norm_T, number)
     left.set(title="learning rate", xlabel="optimizer steps", ylim=(0, None))
-    left.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    left.yaxis.set_major_formatter("{x:g}")
     right.set(title=f"gradient norm before clipping ({_smoothing(runs)})", xlabel="optimizer steps", yscale="log")
     for set_formatter in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
         set_formatter(LogFormatter(minor_thresholds=(2, 0.5)))  # the default one writes formulas
@@ -129,19 +128,23 @@ def optimizer_curves(runs: Sequence[Run]) -> Figure:
 
 def expert_load(run: Run, layers: Sequence[int]) -> Figure:
     """Share of each expert in the last steps, layer by layer, and the imbalance of each layer over the run."""
+    from matplotlib.colors import TwoSlopeNorm
+
     assert run.counts_TNE is not None
     counts_TNE = run.counts_TNE.astype(float)
     last = min(LAST_STEPS, len(counts_TNE))
     load_NE = counts_TNE[-last:].sum(axis=0)
     share_NE = load_NE / load_NE.sum(axis=1, keepdims=True).clip(min=1)
     figure, (left, right) = _panels(1, 2, height=max(3.4, 1.8 + 0.42 * len(layers)), widths=(1.35, 1))
-    image = _shares(left, share_NE, [f"layer {layer}" for layer in layers])
+    even = 100 / share_NE.shape[1]
+    norm = TwoSlopeNorm(even, vmin=0, vmax=max(2 * even, 100 * share_NE.max()))  # white is an even share
+    image = _shares(left, share_NE, [f"layer {layer}" for layer in layers], "RdBu_r", norm)
     left.set_title(f"share of tokens, last {last} steps")
     _scale(figure, image, left)
     mean_TN = counts_TNE.mean(axis=2).clip(min=1e-9)
     for row, layer in enumerate(layers):
         _curve(right, run.steps_T, counts_TNE[:, row].max(axis=1) / mean_TN[:, row] - 1, row, f"layer {layer}")
-    right.set(title=f"imbalance ({_smoothing([run])})", xlabel="optimizer steps", ylim=(0, None))
+    right.set(title=f"imbalance, max_vio ({_smoothing([run])})", xlabel="optimizer steps", ylim=(0, None))
     right.set_ylabel("(largest - mean) / mean load")
     if len(layers) <= 6:
         right.legend()
@@ -150,19 +153,20 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
 
 def domain_experts(use: DomainUse) -> Figure:
     """One panel per layer: which share of a domain's tokens goes to which expert."""
-    number, columns = len(use.layers), 1 if len(use.layers) == 1 else 2
-    rows = -(-number // columns)
+    from matplotlib.colors import Normalize
+
+    columns = min(2, len(use.layers))
+    rows = -(-len(use.layers) // columns)
     height = rows * (1.3 + 0.42 * len(use.domains)) + 0.3
     figure, panels = _panels(rows, columns, height=height, squeeze=False)
     share_DNE = use.share_DNE
-    top = share_DNE.max()
+    norm = Normalize(0, 100 * max(share_DNE.max(), 2 / share_DNE.shape[2]))
     for place, axes in enumerate(panels.flat):
-        if place >= number:
+        if place >= len(use.layers):
             axes.set_visible(False)
             continue
-        image = _shares(
-            axes, share_DNE[:, place], use.domains if place % columns == 0 else [""] * len(use.domains), top
-        )
+        labels = use.domains if place % columns == 0 else [""] * len(use.domains)
+        image = _shares(axes, share_DNE[:, place], labels, "Blues", norm)
         axes.set_title(f"layer {use.layers[place]}")
     _scale(figure, image, list(panels.flat))
     return figure
@@ -173,7 +177,7 @@ def scaling(points: Mapping[int, Sequence[float]], xlabel: str, ylabel: str) -> 
     figure, axes = _figure(6.5, 4)
     places = sorted(points)
     mean = [np.mean(points[x]) for x in places]
-    deviation = [np.std(points[x], ddof=1) if len(points[x]) > 1 else 0.0 for x in places]
+    deviation = np.array([np.std(points[x], ddof=1) if len(points[x]) > 1 else 0.0 for x in places])
     axes.errorbar(places, mean, deviation, color=COLOURS[0], marker="s", markersize=5, capsize=4, label="mean ± s.d.")
     dots = [(x, value) for x in places for value in points[x]]
     x, y = zip(*dots, strict=True)
@@ -204,8 +208,15 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _line(number: int) -> dict[str, str]:
+def _line(number: int) -> dict[str, Any]:
     return {"color": _colour(number), "linestyle": "--" if number // len(COLOURS) % 2 else "-"}
+
+
+def _dot(number: int) -> dict[str, Any]:
+    """Hollow where lines are dashed."""
+    colour = _colour(number)
+    face = "white" if number // len(COLOURS) % 2 else colour
+    return {"color": colour, "markerfacecolor": face, "marker": "o", "linestyle": "", "markersize": 8, "alpha": 0.85}
 
 
 def _curve(axes: Axes, x_T: np.ndarray, y_T: np.ndarray, number: int, label: str = "") -> None:
@@ -226,7 +237,7 @@ def _smoothing(runs: Sequence[Run]) -> str:
 def _loss_range(runs: Sequence[Run]) -> tuple[float | None, float | None]:
     """Limits that show the end of the curves: the first tenth of a run may begin above them."""
     shown = [smooth(run.lm_loss_T, window(len(run.lm_loss_T)))[len(run.lm_loss_T) // 10 :] for run in runs]
-    late = [e.nll for run in runs for e in run.evaluations if e.step > run.steps / 10]
+    late = [e.nll for run in runs for e in run.evaluations if e.step >= run.steps / 10]
     values = np.concatenate([*shown, late])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -235,20 +246,20 @@ def _loss_range(runs: Sequence[Run]) -> tuple[float | None, float | None]:
     return float(values.min() - margin), float(values.max() + margin)
 
 
-def _shares(axes: Axes, share_RE: np.ndarray, labels: Sequence[str], top: float | None = None):
-    """Rows x experts in per cent on a scale that starts at 0; the numbers in the cells while they can be read."""
-    share_RE = np.nan_to_num(100 * share_RE)
+def _shares(axes: Axes, share_RE: np.ndarray, labels: Sequence[str], cmap: str, norm: Normalize) -> AxesImage:
+    """Rows x experts in per cent, with the numbers while they can be read."""
     num_experts = share_RE.shape[1]
-    limit = max(100 * top if top is not None else share_RE.max(), 1e-9)
-    image = axes.imshow(share_RE, cmap="cividis", vmin=0, vmax=limit, aspect="auto")
+    image = axes.imshow(100 * share_RE, cmap=cmap, norm=norm, aspect="auto")
     axes.grid(visible=False)
     axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
     axes.set_xticks(range(0, num_experts, 1 if num_experts <= 16 else -(-num_experts // 16)))
     axes.set_xlabel(f"expert (an even share is {100 / num_experts:.3g} %)")
     if num_experts <= 16:
-        for (row, expert), value in np.ndenumerate(share_RE):
-            colour = "black" if value > limit / 2 else "white"
-            axes.text(expert, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+        for (row, expert), share in np.ndenumerate(share_RE):
+            red, green, blue, _ = image.to_rgba(100 * share)
+            colour = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
+            text = f"{100 * share:.1f}".removesuffix(".0")
+            axes.text(expert, row, text, ha="center", va="center", color=colour, fontsize=8)
     return image
 
 
@@ -264,8 +275,10 @@ def _legend(figure: Figure, runs: Sequence[Run], dots: bool = False) -> None:
 
     handles = []
     for number in range(len(runs)):
-        hollow = {"markerfacecolor": "white"} if number >= len(COLOURS) else {}
-        line = {"marker": "o", "linestyle": "", "color": _colour(number), **hollow} if dots else _line(number)
+        hollow: dict[str, Any] = {"markerfacecolor": "white"} if number >= len(COLOURS) else {}
+        line: dict[str, Any] = (
+            {"marker": "o", "linestyle": "", "color": _colour(number), **hollow} if dots else _line(number)
+        )
         handles.append(Line2D([], [], **line))
     columns = min(len(runs), max(1, 100 // (6 + max(len(_short(run.name)) for run in runs))))
     legend = figure.legend(handles, [str(n) for n in range(len(runs))], loc="outside upper left", ncols=columns)

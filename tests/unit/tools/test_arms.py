@@ -35,7 +35,7 @@ with arms.stoppable():
     arms.train(arms.Arm("arm", 1, Path("nowhere"), ()))
 """
 WAITS = "import time; time.sleep(60)"
-DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
 
 @pytest.mark.parametrize(("rank", "number"), [(WAITS, signal.SIGINT), (WAITS, signal.SIGTERM), (DEAF, signal.SIGINT)])
