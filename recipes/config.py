@@ -165,7 +165,8 @@ class MoeConfig:
 
     num_moe_experts: int | None = None  # experts per MoE layer, over all ranks; null: a dense model
     backend: MoeBackend = MoeBackend.grouped
-    moe_layer_freq: int = 1  # layer i (from 0) has experts if i is a multiple of this
+    moe_layer_freq: int = 1  # every so many layers have experts
+    moe_layer_offset: int = 0  # number of the first one, from 0
     moe_ffn_hidden_size: int | None = None  # width of one expert; null: that of the dense feed-forward block
     moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
     moe_router_topk: int = 1  # experts per token

@@ -73,11 +73,17 @@ def expert_width(config: Config) -> int:
     return config.moe.moe_ffn_hidden_size or ffn_width(config.model)
 
 
+def num_moe_experts(config: Config) -> int:
+    """Experts of each layer that has some, over all ranks."""
+    assert config.moe.num_moe_experts is not None
+    return config.moe.num_moe_experts
+
+
 def moe_layers(config: Config) -> list[int]:
-    """Global numbers of the layers with experts (megatron-core's meaning of `moe_layer_freq`)."""
+    """Global numbers of the layers with experts (with offset 0 megatron-core's meaning of `moe_layer_freq`)."""
     if config.moe.num_moe_experts is None:
         return []
-    return list(range(0, config.model.num_layers, config.moe.moe_layer_freq))
+    return list(range(config.moe.moe_layer_offset, config.model.num_layers, config.moe.moe_layer_freq))
 
 
 def logical_tensors(config: Config) -> dict[str, LogicalTensor]:
@@ -133,8 +139,7 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
     if layer not in moe_layers(config):
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
-    experts, shared = config.moe.num_moe_experts, config.moe.moe_shared_expert_intermediate_size
-    assert experts is not None
+    experts, shared = num_moe_experts(config), config.moe.moe_shared_expert_intermediate_size
     yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
     for expert in range(experts):
         yield from _mlp_tensors(config, f"{prefix}.moe.experts.{expert}", expert_width(config))

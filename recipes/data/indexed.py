@@ -101,13 +101,13 @@ class IndexedSource:
         self.name = name
         header = read_header(prefix)
         if header.num_tokens == 0:  # an empty file cannot be mapped
-            self.ids, self.offsets = np.zeros(0, header.dtype), np.zeros(1, np.int64)
+            self.ids = np.zeros(0, header.dtype)
+            self.offsets = np.zeros(1, np.int64)
             return
-        self._dataset = megatron_indexed_dataset().IndexedDataset(
-            str(prefix), mmap=True
-        )  # owns the mapping that `ids` looks into
-        self.ids = self._dataset.bin_reader.read(dtype=header.dtype, count=header.num_tokens, offset=0)
-        self.offsets = document_offsets(self._dataset.sequence_lengths, self._dataset.document_indices)
+        dataset = megatron_indexed_dataset().IndexedDataset(str(prefix), mmap=True)
+        # Copied, and the ids mapped by NumPy: the reader unmaps its files when it goes, under whoever still looks into them.
+        self.offsets = document_offsets(dataset.sequence_lengths.copy(), dataset.document_indices.copy())
+        self.ids = np.memmap(f"{prefix}.bin", dtype=header.dtype, mode="r", shape=(header.num_tokens,))
         if self.offsets[-1] != header.num_tokens or np.any(np.diff(self.offsets) < 0):
             raise ValueError(
                 f"{prefix}.idx: its documents do not add up to the {header.num_tokens} ids of the .bin file"

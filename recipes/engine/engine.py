@@ -113,7 +113,9 @@ class Engine:
         members = [e.parameter for e in self.parameters if is_moe_param(e.parameter) is experts]
         if isinstance(self.wrapper, BF16_Optimizer):
             return [parameter._hp_grad for parameter in members]  # type: ignore[attr-defined]
-        return [parameter.grad for parameter in members if parameter.grad is not None]
+        grads = [parameter.grad for parameter in members]
+        assert all(grad is not None for grad in grads), "an idle expert has a zero gradient, not none"
+        return grads  # type: ignore[return-value]
 
     def step(self, lr: float) -> None:
         """Clip and update with learning rate `lr`."""

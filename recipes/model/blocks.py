@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from torch import nn
 
 from recipes.config import Activation, ModelConfig, Normalization, Precision, TransformerImpl
 from recipes.logical import ffn_width, head_width, num_kv_heads
+
+# It warns of every MLP that is not its own, such as our layer with experts.
+logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 
 
 def transformer_config(model: ModelConfig, precision: Precision) -> TransformerConfig:

@@ -12,7 +12,7 @@ import torch
 
 from recipes import collectives
 from recipes.config import AuxLossScope, Config
-from recipes.logical import moe_layers
+from recipes.logical import moe_layers, num_moe_experts
 from recipes.moe.balance import AddLoss, balance_part, sequence_balance_part, z_part
 from recipes.moe.groups import ensure_groups, expert_parallel_group
 from recipes.topology import Layout
@@ -33,7 +33,7 @@ class MoeContext:
         self.sequences_per_step = train.global_batch_size
         self.tokens_per_step = train.global_batch_size * config.model.seq_length
         self.layers = moe_layers(config)
-        num_experts = config.moe.num_moe_experts
+        num_experts = num_moe_experts(config)
         self.first_expert = layout.expert_parallel_rank(collectives.rank()) * num_experts // layout.expert_parallel_size
         shape = (len(self.layers), num_experts + len(_SUMS))
         self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())

@@ -13,7 +13,7 @@ from torch import nn
 
 from recipes import collectives
 from recipes.config import Activation, Config, MoeBackend, TokenDropPolicy
-from recipes.logical import expert_width
+from recipes.logical import expert_width, num_moe_experts
 from recipes.moe.context import MoeContext
 from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
 from recipes.moe.experts import GroupedMLP, activate
@@ -48,11 +48,11 @@ class MoeLayer(nn.Module):
         self.shared = ExpertMLP(hidden, shared, gated, dtype) if shared else None
 
     def forward(self, x_SBH: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
-        sequence_shape, hidden = x_SBH.shape[:2], x_SBH.shape[2]
+        sequence, batch, hidden = x_SBH.shape
         x_TH = x_SBH.reshape(-1, hidden)
         out_TH, logits_TE, probs_TE, ids_TK, dropped = self.routed(x_TH)
         if self.training and torch.is_grad_enabled():
-            out_TH = self.context.auxiliary(out_TH, self.layer, logits_TE, probs_TE, ids_TK, dropped, sequence_shape)
+            out_TH = self.context.auxiliary(out_TH, self.layer, logits_TE, probs_TE, ids_TK, dropped, (sequence, batch))
         out_SBH = out_TH.view(x_SBH.shape)
         return (out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
 
@@ -64,7 +64,7 @@ class GroupedMoE(MoE):
         nn.Module.__init__(self)  # not MoE's: it would build DeepSpeed's own layer
         layout, moe, hidden, width = context.layout, run.moe, run.model.hidden_size, expert_width(run)
         self.moe, self.layout, self.group, self.gated = moe, layout, context.group, gated
-        self.num_experts, self.ep_size = moe.num_moe_experts, layout.expert_parallel_size
+        self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = group_key(layout)
         self.router = nn.Parameter(torch.empty(self.num_experts, hidden, dtype=dtype))
@@ -73,7 +73,7 @@ class GroupedMoE(MoE):
         )
         self.w2_LHF = nn.Parameter(torch.empty(self.num_local_experts, hidden, width, dtype=dtype))
         for experts in (self.w1_LGH, self.w2_LHF):
-            experts.allreduce, experts.group_name = False, self.expert_group_name
+            experts.allreduce, experts.group_name = False, self.expert_group_name  # type: ignore[attr-defined]
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine on all ranks: it looks the groups up under `expert_group_name`."""
@@ -107,7 +107,7 @@ class StockMoE(MoE):
         super().__init__(
             run.model.hidden_size,
             ExpertMLP(run.model.hidden_size, expert_width(run), gated, dtype),
-            num_experts=run.moe.num_moe_experts,
+            num_experts=num_moe_experts(run),
             ep_size=context.layout.expert_parallel_size,
             k=run.moe.moe_router_topk,
             drop_tokens=False,

@@ -17,6 +17,7 @@ def check_resumable(config: Config, checkpoint: Checkpoint) -> None:
     """Raise one ValueError naming every setting that differs from the checkpoint's and must not."""
     old, new = checkpoint.trainer["config"], to_plain(config)
     model = [f"model.{key}" for key in new["model"] if key != "transformer_impl"]
+    model += [f"moe.{key}" for key in new["moe"] if key != "backend"]  # both backends are the same model
     problems = _differences(old, new, [*model, *_FIXED], "keep the value of the checkpoint, or start a new run")
     changed = [] if config.schedule.lr_decay_steps is not None else ["train.steps"]
     keys = [*changed, *_SCHEDULE[1:]]
@@ -29,9 +30,9 @@ def check_resumable(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], keys: list[str], way_out: str) -> list[str]:
-    def value(config: dict[str, Any], key: str) -> Any:
+    def value(config: Any, key: str) -> Any:
         for part in key.split("."):
-            config = config[part]
+            config = config.get(part) if isinstance(config, dict) else None
         return config
 
     return [

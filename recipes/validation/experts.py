@@ -38,6 +38,9 @@ def _layers(config: Config) -> Problems:
     freq, layers = config.moe.moe_layer_freq, config.model.num_layers
     if freq > layers:
         yield f"moe.moe_layer_freq={freq} must be at least 1 and at most model.num_layers={layers}; try 1 or 2"
+    offset = config.moe.moe_layer_offset
+    if offset >= min(freq, layers):
+        yield f"moe.moe_layer_offset={offset} must be less than moe.moe_layer_freq={freq} and model.num_layers={layers}; try 0"
     if config.model.add_bias_linear:
         few = f"moe.num_moe_experts={config.moe.num_moe_experts}: experts have no biases"
         yield f"model.add_bias_linear=true with {few}; use model.add_bias_linear=false, or moe=dense"

@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "model.init_method_std": (0, None),
     "moe.num_moe_experts": (1, 10**5),
     "moe.moe_layer_freq": (1, 10**5),
+    "moe.moe_layer_offset": (0, 10**5),
     "moe.moe_ffn_hidden_size": (1, 10**7),
     "moe.moe_shared_expert_intermediate_size": (1, 10**7),
     "moe.moe_router_topk": (1, 10**5),
