@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup quickstart scaling test test-py312 check bench clean
 
