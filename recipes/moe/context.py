@@ -54,13 +54,16 @@ class MoeContext:
         balance = self._balance(row, probs_TE, ids_TK, counts_E, sequence_shape)
         z = z_part(logits_TE, self.tokens_per_step)
         loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z
-        with torch.no_grad():
-            entropy = torch.special.entr(probs_TE).sum()
-            sums = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.report.device)
-                                for v in (len(probs_TE), dropped, entropy, balance, z)])  # fmt: skip
-            self.report[row] += torch.cat((counts_E.double(), sums))
+        self._record(row, counts_E, probs_TE, dropped, balance, z)
         # The engine multiplies the language loss by the number of ranks, over which DeepSpeed then averages.
         return AddLoss.apply(out, loss, float(self.layout.world_size))
+
+    @torch.no_grad()
+    def _record(self, row: int, counts_E, probs_TE, dropped: torch.Tensor | int, balance, z) -> None:
+        entropy = torch.special.entr(probs_TE).sum()
+        sums = [len(probs_TE), dropped, entropy, balance, z]
+        columns = [torch.as_tensor(value, dtype=torch.float64, device=self.report.device) for value in sums]
+        self.report[row] += torch.cat((counts_E.double(), torch.stack(columns)))
 
     def _balance(self, row: int, probs_TE, ids_TK, counts_E, sequence_shape: tuple[int, int]) -> torch.Tensor:
         match self.moe.aux_loss_scope:

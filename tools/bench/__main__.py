@@ -23,7 +23,11 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("benchmark", choices=["train_step"], help="train_step: our step, bare mcore blocks, HF Llama")
+    top.add_argument(
+        "benchmark",
+        choices=["train_step", "moe_bookkeeping"],
+        help="train_step: our step, bare mcore blocks, HF Llama; moe_bookkeeping: a step with and without expert metrics",
+    )
     top.add_argument("overrides", nargs="*", help="settings as for recipes.pretrain; the default is experiment=dense")
     top.add_argument("--rounds", type=int, default=8, help="measured rounds (default 8)")
     top.add_argument("--repeats", type=int, default=3, help="calls per round and implementation (default 3)")
@@ -39,12 +43,16 @@ def main() -> int:
     from recipes.pretrain import compose
 
     try:
-        one_process = ["experiment=dense", "train.micro_batch_size=16", "train.global_batch_size=16"]
+        experiment = "dense" if arguments.benchmark == "train_step" else "switch_8e"
+        one_process = [f"experiment={experiment}", "train.micro_batch_size=16", "train.global_batch_size=16"]
         config = compose([*one_process, *arguments.overrides])
-        from tools.bench import train_step
+        from tools.bench import moe_bookkeeping, train_step
 
-        train_step.check(config)
-        rows = train_step.measure(config, arguments.rounds, arguments.repeats)
+        if arguments.benchmark == "train_step":
+            train_step.check(config)
+            rows = train_step.measure(config, arguments.rounds, arguments.repeats)
+        else:
+            rows = moe_bookkeeping.measure(config, arguments.rounds, arguments.repeats)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,16 +71,16 @@ def _show(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="train_step: median over rounds (interquartile range)", title_justify="left")
-    for column in ("implementation", "tokens/s", "ratio to HF", "overhead over bare mcore"):
+    table = Table(title="median over rounds (interquartile range)", title_justify="left")
+    with_peer = "ratio_to_hf" in rows[0]
+    columns = ["implementation", "tokens/s", *(["ratio to HF"] if with_peer else [])]
+    columns.append("overhead over bare mcore" if with_peer else "overhead")
+    for column in columns:
         table.add_column(column, justify="left" if column == "implementation" else "right")
     for row in rows:
-        table.add_row(
-            row["impl"],
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['ratio_to_hf']:.3f} ({row['ratio_to_hf_iqr']:.3f})",
-            f"{100 * row['overhead']:+.1f} % ({100 * row['overhead_iqr']:.1f})",
-        )
+        peer = [f"{row['ratio_to_hf']:.3f} ({row['ratio_to_hf_iqr']:.3f})"] if with_peer else []
+        overhead = f"{100 * row['overhead']:+.1f} % ({100 * row['overhead_iqr']:.1f})"
+        table.add_row(row["impl"], f"{row['tokens_per_second']:,.0f}", *peer, overhead)
     Console().print(table)
 
 

@@ -23,7 +23,7 @@ from tools.bench.rounds import interleave, ratio
 def measure(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """Rows `ours`, `bare_mcore`, `hf_llama`: tokens per second (median), ratio to Hugging Face, overhead over bare blocks."""
     with tempfile.TemporaryDirectory() as folder:
-        step, job = _ours(config, Path(folder))
+        step, job = real_step(config, Path(folder))
         vocab = job.config.model.vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, (config.train.global_batch_size, config.model.seq_length + 1))
         tokens_BS1 = torch.from_numpy(ids)
@@ -63,7 +63,7 @@ def check(config: Config) -> None:
         raise ValueError("train.precision: the comparison is made in fp32")
 
 
-def _ours(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
+def real_step(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     """The real loop on a synthetic data set in a temporary run folder."""
     from recipes.data.synthetic import write_dataset
     from recipes.launcher import Ranks
