@@ -86,7 +86,7 @@ def test_runs_of_other_settings_are_not_mixed_in(study, capsys):
     assert study("--steps", "40")[0] == 0
     assert study("--steps", "40", "optimizer.lr=0.125") == (2, [])
     error = capsys.readouterr().err
-    assert "was run with optimizer.lr=0.003, not 0.125; choose another --runs FOLDER" in error
+    assert "was run with optimizer.lr=0.004, not 0.125; choose another --runs FOLDER" in error
 
 
 @pytest.mark.parametrize(
