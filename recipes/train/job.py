@@ -49,8 +49,8 @@ from recipes.train.signals import StopRequest
 def run(config: Config, ranks: Ranks) -> None:
     """Train as described. Raises ValueError for mistakes that only show now; SystemExit(128 + n) after signal n."""
     started = time.monotonic()
-    applied = start_process(config, ranks)
-    job = Job(config, ranks, applied)
+    start_process(config, ranks)
+    job = Job(config, ranks)
     failed = True
     try:
         loop.train(job)
@@ -66,14 +66,14 @@ def run(config: Config, ranks: Ranks) -> None:
         raise SystemExit(128 + job.stop.signal)
 
 
-def start_process(config: Config, ranks: Ranks) -> list[str]:
-    """Threads, upstream patches, process groups and seeds; returns the patches applied."""
+def start_process(config: Config, ranks: Ranks) -> None:
+    """Threads, upstream patches, process groups and seeds."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     os.environ.update(ranks.environment())
-    applied = apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
+    apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
     collectives.start()
     hashes = set(collectives.gather_json(config_hash(config)))
     if len(hashes) > 1:
@@ -84,18 +84,17 @@ def start_process(config: Config, ranks: Ranks) -> list[str]:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return applied
 
 
 class Job:
     """Everything that the loop uses, on one rank."""
 
-    def __init__(self, config: Config, ranks: Ranks, patches_applied: list[str]):
+    def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.device = collectives.device()
         assert config.data.path is not None  # validation has made sure
         self.dataset = load_dataset(config.data.path)
-        self.folder, checkpoint, self.lock = _claim_folder(config, ranks, patches_applied)
+        self.folder, checkpoint, self.lock = _claim_folder(config, ranks)
         self.protected = [] if checkpoint is None else [checkpoint.path]
         self.first_step = 1 if checkpoint is None else checkpoint.step + 1
         self.guard = SpikeGuard(config.train)
@@ -193,9 +192,7 @@ class Job:
         write_json(self.folder / "summary.json", summary)
 
 
-def _claim_folder(
-    config: Config, ranks: Ranks, patches_applied: list[str]
-) -> tuple[Path, Checkpoint | None, TextIO | None]:
+def _claim_folder(config: Config, ranks: Ranks) -> tuple[Path, Checkpoint | None, TextIO | None]:
     """Rank 0 decides on the run folder and the checkpoint to go on from, fills the folder, and tells the others.
 
     The last of the three keeps other jobs out of the folder until it is closed, or the process ends.
@@ -206,7 +203,7 @@ def _claim_folder(
         try:
             folder = _make_folder(config)
             lock = _lock(folder)
-            decision = _fill(folder, config, patches_applied)
+            decision = _fill(folder, config)
         except ValueError as error:
             decision = {"problem": str(error)}
         except OSError as error:
@@ -240,7 +237,7 @@ def _lock(folder: Path) -> TextIO:
     return lock
 
 
-def _fill(folder: Path, config: Config, patches_applied: list[str]) -> dict[str, Any]:
+def _fill(folder: Path, config: Config) -> dict[str, Any]:
     path = None
     if config.run.resume is Resume.auto:
         path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
@@ -251,7 +248,7 @@ def _fill(folder: Path, config: Config, patches_applied: list[str]) -> dict[str,
         else:
             check_resumable(config, open_checkpoint(path))
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
-    write_json(folder / "environment.json", describe_environment(patches_applied))
+    write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
         shutil.copyfile(tokenizer, folder / tokenizer.name)
     return {"folder": str(folder), "checkpoint": None if path is None else str(path)}

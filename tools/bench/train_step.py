@@ -76,8 +76,8 @@ def real_step(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     config.run.dir = str(folder / "run")
     config.telemetry.wandb_mode = WandbMode.disabled
     config.train.steps, config.telemetry.log_interval = 10**9, 10**9
-    applied = start_process(config, Ranks())
-    job = Job(config, Ranks(), applied)
+    start_process(config, Ranks())
+    job = Job(config, Ranks())
     job.stop.restore()
     steps = iter(range(1, config.train.steps))
     return lambda: train_one(job, next(steps)), job
