@@ -184,8 +184,11 @@ class MoeConfig:
 class ParallelConfig:
     """How the ranks share the work."""
 
-    data_parallel_size: int | None = None  # ranks; null: as many as the launcher starts
-    expert_model_parallel_size: int = 1  # ranks that share the experts out; divides the data-parallel size
+    data_parallel_size: int | None = None  # ranks that share a batch; null: started ranks / tensor_model_parallel_size
+    tensor_model_parallel_size: int = 1  # ranks that share each layer's matrices
+    sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between the matrices
+    expert_model_parallel_size: int = 1  # ranks that share the experts of a layer out
+    expert_tensor_parallel_size: int | None = None  # ranks that share each expert's matrices; null: as the layer's, or 1
 
 
 @dataclass

@@ -1,31 +1,124 @@
-"""Which ranks form which group: pure arithmetic on rank numbers."""
+"""Which rank is which and which ranks form which group: pure arithmetic on rank numbers.
+
+Two grids lie over the same ranks, the last axis changing fastest (megatron-core's order tp-ep-dp-pp):
+
+    dense weights    pipeline x data x tensor
+    experts          pipeline x expert data x expert x expert tensor
+
+Only the pipeline axis is common to both, so that experts may be spread over tensor-parallel ranks too (folding, Liu et al.
+2025, arXiv 2504.14960).
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+from recipes.config import Config
+
+
+class Role(enum.Enum):
+    """What the ranks of a group share: `tp` a layer's matrices, `dp` the batch, `pp` the layers; of experts `etp` the matrices
+    of each, `ep` the experts of a layer, `edp` the tokens of the same experts."""
+
+    tp = "tensor"
+    dp = "data"
+    pp = "pipeline"
+    etp = "expert tensor"
+    ep = "expert"
+    edp = "expert data"
+
+
+_DENSE_AXES = (Role.pp, Role.dp, Role.tp)
+_EXPERT_AXES = (Role.pp, Role.edp, Role.ep, Role.etp)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`world_size` data-parallel ranks, of which each run of `expert_parallel_size` neighbours shares the experts out."""
+    """Sizes of all axes. Raises AssertionError for sizes that do not fit together; validation has explained them before."""
 
     world_size: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 1
 
     def __post_init__(self) -> None:
-        assert self.world_size % self.expert_parallel_size == 0
+        assert self.world_size % (self.tensor_parallel_size * self.pipeline_parallel_size) == 0
+        experts_over = self.pipeline_parallel_size * self.expert_parallel_size * self.expert_tensor_parallel_size
+        assert self.world_size % experts_over == 0
+        assert self.expert_tensor_parallel_size in (1, self.tensor_parallel_size)
+        assert self.tensor_parallel_size > 1 or not self.sequence_parallel
 
-    def expert_parallel_rank(self, rank: int) -> int:
-        """Place of `rank` among those that hold different experts; it holds the experts [place x L, (place + 1) x L)."""
-        return rank % self.expert_parallel_size
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks (times their model-parallel ones) that share a batch."""
+        return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
-    def expert_parallel_groups(self) -> list[list[int]]:
-        """Ranks that together hold every expert once."""
-        size = self.expert_parallel_size
-        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        over = self.pipeline_parallel_size * self.expert_parallel_size * self.expert_tensor_parallel_size
+        return self.world_size // over
 
-    def expert_data_parallel_groups(self) -> list[list[int]]:
-        """Ranks that hold the same experts."""
-        return [
-            list(range(place, self.world_size, self.expert_parallel_size)) for place in range(self.expert_parallel_size)
-        ]
+    def size(self, role: Role) -> int:
+        """Ranks in each group of this role."""
+        return {
+            Role.tp: self.tensor_parallel_size,
+            Role.dp: self.data_parallel_size,
+            Role.pp: self.pipeline_parallel_size,
+            Role.etp: self.expert_tensor_parallel_size,
+            Role.ep: self.expert_parallel_size,
+            Role.edp: self.expert_data_parallel_size,
+        }[role]
+
+    def index(self, role: Role, rank: int) -> int:
+        """Place of `rank` along an axis."""
+        return self._coordinates(rank, _DENSE_AXES if role in _DENSE_AXES else _EXPERT_AXES)[role]
+
+    def _coordinates(self, rank: int, axes: tuple[Role, ...]) -> dict[Role, int]:
+        assert 0 <= rank < self.world_size
+        found = {}
+        for role in reversed(axes):
+            rank, found[role] = divmod(rank, self.size(role))
+        return found
+
+    def rank_at(self, places: dict[Role, int]) -> int:
+        """The rank at these places along all axes of one grid (the inverse of `index`)."""
+        axes = _DENSE_AXES if places.keys() == set(_DENSE_AXES) else _EXPERT_AXES
+        assert places.keys() == set(axes)
+        rank = 0
+        for role in axes:
+            assert 0 <= places[role] < self.size(role)
+            rank = rank * self.size(role) + places[role]
+        return rank
+
+    def groups(self, role: Role) -> list[list[int]]:
+        """Rank lists of all groups of this role, each in the order of its axis; every rank is in exactly one."""
+        axes = _DENSE_AXES if role in _DENSE_AXES else _EXPERT_AXES
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            places = self._coordinates(rank, axes)
+            members.setdefault(tuple(places[axis] for axis in axes if axis is not role), []).append(rank)
+        return sorted(members.values())
+
+    def group_of(self, role: Role, rank: int) -> list[int]:
+        """The group of this role that `rank` is in."""
+        return next(group for group in self.groups(role) if rank in group)
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The layout that a valid description asks for on `world_size` ranks."""
+    parallel, experts = config.parallel, config.moe.num_moe_experts is not None
+    tensor = parallel.tensor_model_parallel_size
+    expert_tensor = tensor if parallel.expert_tensor_parallel_size is None else parallel.expert_tensor_parallel_size
+    return Layout(
+        world_size,
+        tensor_parallel_size=tensor,
+        expert_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor if experts else 1,
+        sequence_parallel=parallel.sequence_parallel,
+        zero_stage=config.zero.stage,
+    )
