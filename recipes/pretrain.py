@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(arguments.overrides)
         world_size = ranks.world_size
         if arguments.dry_run and world_size == 1:  # plan for as many ranks as the description asks for
-            world_size = config.parallel.data_parallel_size or 1
+            world_size = (config.parallel.data_parallel_size or 1) * config.parallel.tensor_model_parallel_size
         found = problems(config, world_size, launch_dir=Path.cwd(), dry_run=arguments.dry_run)
         if found:
             raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))

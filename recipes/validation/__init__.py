@@ -3,7 +3,8 @@
 Config, number of ranks, launch directory -> problems() -> [message, ...]   each: key, value, legal range, a way out
                                           -> prepare()  -> Config with everything derived filled in
 
-`limits`: single values; `settings`, `experts`: values against each other; `files`: what is on disk.
+`limits`: single values; `settings`, `experts`: values against each other; `layouts`: against the number of ranks, and which
+layouts a model has; `files`: what is on disk.
 """
 
 from __future__ import annotations
@@ -16,15 +17,9 @@ from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
+from recipes.validation.layouts import check_batch, expert_tensor_size, layout_problems
 from recipes.validation.limits import check_owned_keys, check_ranges
-from recipes.validation.settings import (
-    check_batch,
-    check_model,
-    check_schedule,
-    check_telemetry,
-    check_train,
-    check_zero,
-)
+from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
 __all__ = ["prepare", "problems"]
 
@@ -37,7 +32,16 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
-    for check in (check_batch, check_train, check_model, check_experts, check_zero, check_schedule, check_telemetry):
+    for check in (
+        layout_problems,
+        check_batch,
+        check_train,
+        check_model,
+        check_experts,
+        check_zero,
+        check_schedule,
+        check_telemetry,
+    ):
         found += check(config, world_size)
     found += check_owned_keys(config)
     found += check_run_folder(config, launch_dir)
@@ -47,7 +51,8 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
 
 def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
     """A valid description with every derived value filled in: what the run records and works with."""
-    vocab_size, moe = config.model.vocab_size, config.moe
+    vocab_size, moe, parallel = config.model.vocab_size, config.moe, config.parallel
+    experts = moe.num_moe_experts is not None
     if vocab_size is None:
         assert config.data.path is not None
         vocab_size = load_dataset(launch_dir / config.data.path).vocab_size
@@ -60,7 +65,11 @@ def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
             num_query_groups=num_kv_heads(config.model),
             kv_channels=head_width(config.model),
         ),
-        moe=replace(moe, moe_ffn_hidden_size=None if moe.num_moe_experts is None else expert_width(config)),
-        parallel=replace(config.parallel, data_parallel_size=world_size),
+        moe=replace(moe, moe_ffn_hidden_size=expert_width(config) if experts else None),
+        parallel=replace(
+            parallel,
+            data_parallel_size=world_size // parallel.tensor_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_size(config) if experts else None,
+        ),
         schedule=replace(config.schedule, lr_decay_steps=config.schedule.lr_decay_steps or config.train.steps),
     )

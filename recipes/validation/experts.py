@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from recipes import schema
-from recipes.config import Config, MoeBackend, MoeConfig
-from recipes.validation.limits import Problems, divisible
+from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig
+from recipes.validation.limits import Problems
 
 
 def check_experts(config: Config, world_size: int) -> Problems:
-    """Every contradiction of the group `moe` and of expert parallelism."""
+    """Every contradiction of the group `moe`; how ranks share the experts out is `layouts`' concern."""
     if config.moe.num_moe_experts is None:
         yield from _dense(config)
         return
     for check in (_layers, _routing, _capacity, _backend):
         yield from check(config)
-    yield from _expert_parallel(config, world_size)
 
 
 def _dense(config: Config) -> Problems:
@@ -26,8 +25,11 @@ def _dense(config: Config) -> Problems:
         for field in dataclasses.fields(MoeConfig)
         if getattr(config.moe, field.name) != field.default
     ]
-    if config.parallel.expert_model_parallel_size > 1:
-        changed.append(f"parallel.expert_model_parallel_size={config.parallel.expert_model_parallel_size}")
+    changed += [
+        f"parallel.{name}={getattr(config.parallel, name)}"
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        if getattr(config.parallel, name) != getattr(ParallelConfig(), name)
+    ]
     if changed:
         few = "has" if len(changed) == 1 else "have"
         way_out = "set moe.num_moe_experts=8 or choose moe=switch, or leave the rest at its default"
@@ -86,15 +88,3 @@ def _backend(config: Config) -> Problems:
         if (value := getattr(moe, name)) is not None:
             reason = f"with moe.moe_router_topk={topk} DeepSpeed {does}"
             yield f"moe.{name}={value} with moe.backend=deepspeed: {reason}; use moe.backend=grouped, or {name}=null"
-
-
-def _expert_parallel(config: Config, world_size: int) -> Problems:
-    experts, size = config.moe.num_moe_experts, config.parallel.expert_model_parallel_size
-    assert experts is not None
-    if world_size % size:
-        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        ranks = f"the data-parallel size {world_size} (experts are shared out among data-parallel ranks)"
-        way_out = f"use one of {legal}, or start {size} processes (to plan only: parallel.data_parallel_size={size})"
-        yield f"parallel.expert_model_parallel_size={size} must divide {ranks}; {way_out}"
-    divisor = f"parallel.expert_model_parallel_size={size}"
-    yield from divisible("moe.num_moe_experts", experts, divisor, size, ", or another expert_model_parallel_size")

@@ -1,4 +1,4 @@
-"""Values against each other: batch, model, ZeRO, schedule, telemetry."""
+"""Values against each other: training, model, ZeRO, schedule, telemetry."""
 
 from __future__ import annotations
 
@@ -8,22 +8,6 @@ from recipes import schema
 from recipes.config import Config, DecayStyle, TransformerImpl
 from recipes.logical import head_width, num_kv_heads
 from recipes.validation.limits import Problems, divisible
-
-
-def check_batch(config: Config, world_size: int) -> Problems:
-    """The ranks that were started, and a batch that they can share."""
-    wanted = config.parallel.data_parallel_size
-    if wanted is not None and wanted != world_size:
-        ranks = f"but {world_size} process{' was' if world_size == 1 else 'es were'} started"
-        yield f"parallel.data_parallel_size={wanted} {ranks}; start {wanted}, or set parallel.data_parallel_size=null"
-        return
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    yield from divisible(
-        "train.global_batch_size",
-        batch,
-        f"train.micro_batch_size={micro} x data-parallel {world_size}",
-        micro * world_size,
-    )
 
 
 def check_train(config: Config, world_size: int) -> Problems:
