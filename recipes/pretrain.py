@@ -19,7 +19,8 @@ if not __package__:  # run as a file: the modules beside this one must not becom
 
 from recipes import schema  # noqa: E402
 from recipes.config import Config  # noqa: E402
-from recipes.launcher import fail, heavy_imports, rank_environment, run_guarded, split_arguments  # noqa: E402
+from recipes.launcher import Ranks, fail, heavy_imports, rank_environment, run_guarded, split_arguments  # noqa: E402
+from recipes.topology import Cluster  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 
 CONFIG_DIR = ROOT / "hydra_conf"
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = prepare(config, world_size, launch_dir=Path.cwd())
         if arguments.dry_run:
             if ranks.rank == 0:
-                _show_plan(config, world_size, arguments.json)
+                _show_plan(config, world_size, _cluster(ranks), arguments.json)
             return 0
     except ValueError as error:
         return fail(error, os.environ)
@@ -159,18 +160,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_guarded(job, ranks.rank)
 
 
-def _show_plan(config: Config, world_size: int, json_file: str | None) -> None:
+def _cluster(ranks: Ranks) -> Cluster | None:
+    """The nodes, when a launcher started the ranks on several, equally many on each."""
+    nodes, rest = divmod(ranks.world_size, ranks.local_world_size)
+    return Cluster(nodes, ranks.local_world_size) if nodes > 1 and not rest else None
+
+
+def _show_plan(config: Config, world_size: int, cluster: Cluster | None, json_file: str | None) -> None:
     import json
 
     from rich.console import Console
 
     from recipes.plan.size import describe, plan
 
-    Console().print(describe(config, world_size))
+    Console().print(describe(config, world_size, cluster))
     if json_file is None:
         return
     try:
-        Path(json_file).write_text(json.dumps(plan(config, world_size), indent=2) + "\n")
+        Path(json_file).write_text(json.dumps(plan(config, world_size, cluster), indent=2) + "\n")
     except OSError as error:
         raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); name another file") from error
 

@@ -6,7 +6,13 @@ Two grids lie over the same ranks, the last axis changing fastest (megatron-core
     experts          pipeline x expert data x expert x expert tensor
 
 Only the pipeline axis is common to both, so that experts may be spread over tensor-parallel ranks too (folding, Liu et al.
-2025, arXiv 2504.14960).
+2025, arXiv 2504.14960). For example 8 ranks with tensor size 2, expert size 4 and expert tensor size 1:
+
+    rank           0  1  2  3  4  5  6  7
+    tensor         0  1  0  1  0  1  0  1      group of rank 2: 2 3
+    data           0  0  1  1  2  2  3  3                       0 2 4 6
+    expert         0  1  2  3  0  1  2  3                       0 1 2 3
+    expert data    0  0  0  0  1  1  1  1                       2 6
 """
 
 from __future__ import annotations
@@ -35,7 +41,11 @@ _EXPERT_AXES = (Role.pp, Role.edp, Role.ep, Role.etp)
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of all axes. Raises AssertionError for sizes that do not fit together; validation has explained them before."""
+    """Sizes of all axes; the data sizes follow from the others. With `sequence_parallel` the tensor-parallel ranks also share
+    the tokens between the matrices.
+
+    Raises AssertionError for sizes that do not fit together; `recipes.validation` has explained them to the user before.
+    """
 
     world_size: int
     tensor_parallel_size: int = 1
@@ -86,7 +96,7 @@ class Layout:
         return found
 
     def rank_at(self, places: dict[Role, int]) -> int:
-        """The rank at these places along all axes of one grid (the inverse of `index`)."""
+        """The rank at these places along all axes of one grid, dense or experts' (the inverse of `index`)."""
         axes = _DENSE_AXES if places.keys() == set(_DENSE_AXES) else _EXPERT_AXES
         assert places.keys() == set(axes)
         rank = 0
@@ -109,16 +119,36 @@ class Layout:
         return next(group for group in self.groups(role) if rank in group)
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with equally many accelerators each; ranks fill one node after the other."""
+
+    num_nodes: int
+    accelerators_per_node: int
+
+    def crosses_nodes(self, layout: Layout, role: Role) -> bool:
+        """Whether some group of this role has ranks on several nodes, so that its messages leave them."""
+        assert layout.world_size <= self.num_nodes * self.accelerators_per_node
+        return any(len({rank // self.accelerators_per_node for rank in group}) > 1 for group in layout.groups(role))
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Ranks that share each expert's matrices: by default as many as share the layer's; 1 without experts."""
+    parallel = config.parallel
+    if config.moe.num_moe_experts is None:
+        return 1
+    given = parallel.expert_tensor_parallel_size
+    return parallel.tensor_model_parallel_size if given is None else given
+
+
 def layout_of(config: Config, world_size: int) -> Layout:
     """The layout that a valid description asks for on `world_size` ranks."""
-    parallel, experts = config.parallel, config.moe.num_moe_experts is not None
-    tensor = parallel.tensor_model_parallel_size
-    expert_tensor = tensor if parallel.expert_tensor_parallel_size is None else parallel.expert_tensor_parallel_size
+    parallel = config.parallel
     return Layout(
         world_size,
-        tensor_parallel_size=tensor,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
         expert_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor if experts else 1,
+        expert_tensor_parallel_size=expert_tensor_size(config),
         sequence_parallel=parallel.sequence_parallel,
         zero_stage=config.zero.stage,
     )

@@ -1,6 +1,6 @@
 """Parameters, FLOPs per token and bytes per rank of a description. Pure arithmetic, no torch.
 
-    logical tensors of the model -> parameters, FLOPs;  precision, optimizer, ZeRO stage, ranks -> bytes per rank
+    logical tensors of the model -> parameters, FLOPs;  layout, precision, optimizer, ZeRO stage -> bytes per rank
 
 FLOPs are those of forward and backward (three times the forward), a multiply-add being 2: per token, 6 for each weight
 of a matrix product, the head included and the embedding look-up not, plus 6 x layers x seq x heads x width for
@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.config import Config, ModelConfig, OptimizerName, Precision
+from recipes.config import Config, OptimizerName, Precision
 from recipes.logical import expert_width, head_width, logical_tensors, moe_layers
+from recipes.plan.shapes import held_weights
+from recipes.topology import Cluster, Layout, Role, layout_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,22 +88,21 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
+def bytes_per_rank(config: Config, world_size: int) -> RankBytes:
     """Weights, gradients and optimizer states of one rank; activations and communication buffers are not counted.
 
     What DeepSpeed 0.19 allocates: ZeRO keeps an fp32 master beside fp32 weights too; bf16 gradients are summed in fp32
     (ZeRO-1: a whole fp32 sum beside the bf16 gradients, ZeRO-2: the rank's part of the sum), except at stage 0. ZeRO-1
     divides masters and moments, ZeRO-2 also gradients (Rajbhandari et al. 2020, arXiv 1910.02054, sec. 3); before the
-    last micro-batch is reduced, ZeRO-1 holds whole gradients. A rank holds its share of the experts; what ZeRO divides of
-    them is divided over the ranks with the same share, all else over all ranks.
+    last micro-batch is reduced, ZeRO-1 holds whole gradients. What a rank holds of the weights ZeRO divides over the ranks
+    that hold the same: expert-data-parallel ones for the experts, data-parallel ones for all else.
     """
     stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
-    expert_parallel = config.parallel.expert_model_parallel_size
-    weights = count_weights(config)
-    experts = weights.experts // expert_parallel
-    dense = weights.dense + _padding_elements(config.model)
-    held = dense + experts
-    part = math.ceil(dense / data_parallel_size) + math.ceil(experts / (data_parallel_size // expert_parallel))
+    layout = layout_of(config, world_size)
+    local = held_weights(config, layout)
+    held = local.dense + local.experts
+    part = math.ceil(local.dense / layout.data_parallel_size)
+    part += math.ceil(local.experts / layout.expert_data_parallel_size)
     master = 4 if bf16 or stage else 0
     moments = 8 if config.optimizer.name is OptimizerName.adamw else 0
     whole_gradients = 4 if not bf16 else 2 if stage == 0 else 2 + 4
@@ -112,45 +113,51 @@ def bytes_per_rank(config: Config, data_parallel_size: int) -> RankBytes:
     )
 
 
-def _padding_elements(model: ModelConfig) -> int:
-    """Elements of the rows that pad the vocabulary."""
-    assert model.vocab_size is not None
-    rows = -model.vocab_size % model.make_vocab_size_divisible_by
-    return rows * model.hidden_size * (1 if model.share_embeddings_and_output_weights else 2)
-
-
-def plan(config: Config, world_size: int) -> dict[str, Any]:
-    """The sizes of a prepared description on `world_size` data-parallel ranks, as plain values for JSON."""
-    model, train = config.model, config.train
+def plan(config: Config, world_size: int, cluster: Cluster | None = None) -> dict[str, Any]:
+    """The sizes of a valid description on `world_size` ranks, as plain values for JSON; on known nodes what crosses them."""
+    model, train, layout = config.model, config.train, layout_of(config, world_size)
     tokens_per_step = train.global_batch_size * model.seq_length
     flops = flops_per_token(config)
     memory = bytes_per_rank(config, world_size)
-    expert_parallel = config.parallel.expert_model_parallel_size
-    return {
+    sizes = {
         "total_params": total_parameters(config),
         "active_params": active_parameters(config),
         "flops_per_token": flops,
         "num_moe_layers": len(moe_layers(config)),
         "world_size": world_size,
-        "data_parallel_size": world_size,
-        "expert_model_parallel_size": expert_parallel,
-        "expert_data_parallel_size": world_size // expert_parallel,
-        "accumulation": train.global_batch_size // (train.micro_batch_size * world_size),
+        "data_parallel_size": layout.data_parallel_size,
+        "tensor_model_parallel_size": layout.tensor_parallel_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.expert_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+        "expert_data_parallel_size": layout.expert_data_parallel_size,
+        "accumulation": train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size),
         "tokens_per_step": tokens_per_step,
         "total_tokens": tokens_per_step * train.steps,
         "total_flops": tokens_per_step * train.steps * flops,
         "bytes_per_rank": asdict(memory) | {"total": memory.total},
     }
+    if cluster is not None:
+        sizes["nodes"] = asdict(cluster) | {"crossed_by": _crossing(config, layout, cluster)}
+    return sizes
 
 
-def describe(config: Config, world_size: int) -> RenderableType:
+def _crossing(config: Config, layout: Layout, cluster: Cluster) -> list[str]:
+    """The groups whose messages leave a node."""
+    roles = [Role.tp, Role.dp]
+    if config.moe.num_moe_experts is not None:
+        roles += [Role.etp, Role.ep, Role.edp]
+    return [role.value for role in roles if cluster.crosses_nodes(layout, role)]
+
+
+def describe(config: Config, world_size: int, cluster: Cluster | None = None) -> RenderableType:
     """The plan as a table to print."""
     from rich.table import Table
 
     table = Table(title=f"plan of {config.run.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, text in _rows(config, plan(config, world_size)).items():
+    for name, text in _rows(config, plan(config, world_size, cluster)).items():
         table.add_row(name, text)
     return table
 
@@ -158,6 +165,7 @@ def describe(config: Config, world_size: int) -> RenderableType:
 def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     model, train, memory = config.model, config.train, sizes["bytes_per_rank"]
     where = ", in host memory" if config.zero.offload_optimizer else ""
+    sequence = " (sequence parallel)" if sizes["sequence_parallel"] else ""
     return {
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
         f"{model.seq_length} tokens per sequence, vocabulary {model.vocab_size}",
@@ -165,8 +173,10 @@ def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
         "parameters": f"{sizes['total_params']:,}",
         "active parameters": f"{sizes['active_params']:,}",
         "FLOPs per token": f"{sizes['flops_per_token']:,} (forward and backward, causal attention)",
-        "ranks": f"{sizes['world_size']} data-parallel, ZeRO stage {config.zero.stage}, {train.precision.name}",
-        "batch": f"{train.global_batch_size} sequences = {sizes['data_parallel_size']} ranks x "
+        "ranks": f"{sizes['world_size']} = data-parallel {sizes['data_parallel_size']} x tensor-parallel "
+        f"{sizes['tensor_model_parallel_size']}{sequence}, ZeRO stage {config.zero.stage}, {train.precision.name}",
+        **_node_rows(sizes),
+        "batch": f"{train.global_batch_size} sequences = data-parallel {sizes['data_parallel_size']} x "
         f"{train.micro_batch_size} x {sizes['accumulation']} accumulated; {sizes['tokens_per_step']:,} tokens per step",
         "run": f"{train.steps:,} steps, {sizes['total_tokens']:,} tokens, {sizes['total_flops']:.3g} FLOPs",
         "weight bytes per rank": _size(memory["weights"]),
@@ -176,16 +186,26 @@ def _rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _node_rows(sizes: Mapping[str, Any]) -> dict[str, str]:
+    if (nodes := sizes.get("nodes")) is None:
+        return {}
+    crossed = ", ".join(nodes["crossed_by"]) or "none"
+    return {
+        "nodes": f"{nodes['num_nodes']} x {nodes['accelerators_per_node']} ranks; groups that cross nodes: {crossed}"
+    }
+
+
 def _expert_rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
-    moe, size = config.moe, sizes["expert_model_parallel_size"]
+    moe, size, parts = config.moe, sizes["expert_model_parallel_size"], sizes["expert_tensor_parallel_size"]
     if moe.num_moe_experts is None:
         return {}
     shared = moe.moe_shared_expert_intermediate_size
+    share = f"{moe.num_moe_experts // size} of the {moe.num_moe_experts} experts of a layer"
     return {
         "experts": f"{moe.num_moe_experts} x {sizes['num_moe_layers']} layers, top-{moe.moe_router_topk}, "
         f"width {expert_width(config)}" + (f", and a shared one of width {shared}" if shared else ""),
-        "expert parallelism": f"EP {size}: {moe.num_moe_experts // size} of the {moe.num_moe_experts} experts of a layer "
-        f"on each rank; expert-data-parallel {sizes['expert_data_parallel_size']}",
+        "expert parallelism": f"EP {size}: {share} on each rank" + (f", 1/{parts} of each" if parts > 1 else "") + "; "
+        f"{sizes['world_size']} ranks = expert-data-parallel {sizes['expert_data_parallel_size']} x EP {size} x ETP {parts}",
     }
 
 

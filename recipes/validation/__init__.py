@@ -15,9 +15,10 @@ from pathlib import Path
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
+from recipes.topology import expert_tensor_size
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
-from recipes.validation.layouts import check_batch, expert_tensor_size, layout_problems
+from recipes.validation.layouts import check_batch, layout_problems
 from recipes.validation.limits import check_owned_keys, check_ranges
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from recipes.config import Config
 from recipes.logical import expert_width, ffn_width, moe_layers
-from recipes.topology import Layout
+from recipes.topology import Layout, expert_tensor_size
 from recipes.validation.limits import Problems, divisible
 from recipes.validation.settings import check_zero
 
@@ -94,13 +94,6 @@ def with_layout(config: Config, layout: Layout) -> Config:
     parallel.expert_tensor_parallel_size = layout.expert_tensor_parallel_size if experts else None
     changed.zero.stage = layout.zero_stage
     return changed
-
-
-def expert_tensor_size(config: Config) -> int:
-    """Ranks that share each expert's matrices: by default as many as share the others."""
-    parallel = config.parallel
-    given = parallel.expert_tensor_parallel_size
-    return parallel.tensor_model_parallel_size if given is None else given
 
 
 def divisors(number: int) -> list[int]:

@@ -100,6 +100,8 @@ OWNED_KEYS = {
     "zero_force_ds_cpu_optimizer": "it stays false: the optimizer is torch's",
     "moe": "use the group moe",
     "expert_parallel": "use the group moe and parallel.expert_model_parallel_size",
+    "tensor_parallel": "use parallel.tensor_model_parallel_size",
+    "sequence_parallel_size": "it means another parallelism; there is parallel.sequence_parallel",
     "use_data_before_expert_parallelism": "it stays false: neighbouring ranks share the experts out",
     "steps_per_print": "progress is printed by telemetry",
 }

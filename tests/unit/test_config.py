@@ -61,7 +61,8 @@ def test_every_option_and_experiment_is_valid(choice, tmp_path):
     config = copy.deepcopy(_composed(choice))
     config.model.vocab_size = config.model.vocab_size or 4096
     config.data.path = None  # data is not shipped
-    assert problems(config, config.parallel.data_parallel_size or 1, launch_dir=tmp_path, dry_run=True) == []
+    world_size = (config.parallel.data_parallel_size or 1) * config.parallel.tensor_model_parallel_size
+    assert problems(config, world_size, launch_dir=tmp_path, dry_run=True) == []
 
 
 def test_config_files_are_short_and_say_where_they_come_from():
