@@ -62,6 +62,13 @@ def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) 
     return value
 
 
+def max_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The largest `value` of the ranks of `group`, element by element, in place."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
+
+
 def join_fragments(flat: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Fill an fp32 tensor of which each rank holds a disjoint part, zero elsewhere; in place, bit for bit.
 

@@ -11,7 +11,8 @@ written. Initialisation, checkpoints, gradient comparison and the size planner a
 A layer with experts has, in place of ffn.*, layers.0.moe.router.weight [E, H], layers.0.moe.experts.7.{gate,up,down}.weight
 with the global number of the expert, and layers.0.moe.shared.{gate,up,down}.weight.
 
-V is the true vocabulary: padding rows belong to no logical tensor. Matrices are [out, in].
+V is the true vocabulary: padding rows belong to no logical tensor. Matrices are [out, in]. Tensor-parallel ranks hold equal
+parts: rows of q, k, v, gate, up, embedding and head, columns of out and down (Shoeybi et al. 2019, arXiv 1909.08053, sec. 3).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,11 +43,6 @@ class LogicalTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def weight_decay(self) -> bool:
-        """Matrices decay; norms and biases do not."""
-        return len(self.shape) > 1
 
 
 def head_width(model: ModelConfig) -> int:
@@ -147,11 +143,35 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
         yield from _mlp_tensors(config, f"{prefix}.moe.shared", shared)
 
 
+def padded_vocab_size(model: ModelConfig, tensor_parallel_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: each rank has a multiple of make_vocab_size_divisible_by."""
+    assert model.vocab_size is not None
+    multiple = model.make_vocab_size_divisible_by * tensor_parallel_size
+    return -(-model.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The `index`-th of `count` equal parts."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank holds of a layer: its part of the dense matrices, its experts from `first_expert` on, its part of each."""
+
+    tensor: Shard = Shard()
+    expert_tensor: Shard = Shard()
+    first_expert: int = 0
+
+
 @dataclass(frozen=True)
 class Piece:
     """The part of a local parameter that belongs to one logical tensor: `local.view(view).narrow(dim, start, length)`.
 
-    `offsets` place it in the logical tensor; its own logical shape is `shape`.
+    It is the box [offsets, offsets + shape) of the logical tensor.
     """
 
     name: str
@@ -162,6 +182,11 @@ class Piece:
     dim: int
     start: int
     length: int
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it lies in the logical tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
 
     def window(self, local: torch.Tensor) -> torch.Tensor:
         """A view of the piece inside a tensor shaped like the local parameter (weight, gradient or moment)."""
@@ -179,19 +204,57 @@ class Piece:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of the built model and the logical pieces that it holds."""
+    """A parameter of the built model and the logical pieces that it holds: none if it is all padding.
+
+    `sharded`: tensor-parallel ranks hold different parts of it.
+    """
 
     name: str
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
+    sharded: bool = False
+
+    @property
+    def weight_decay(self) -> bool:
+        """Matrices decay; norms and biases do not."""
+        return not self.pieces or len(self.pieces[0].global_shape) > 1
 
 
-def _whole(tensor: LogicalTensor) -> Piece:
-    return _rows(tensor, tensor.shape, 0, 0, tensor.shape[0])
+def assemble(parts: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Logical tensors by name from the pieces of all ranks. Later copies of a piece overwrite earlier ones.
+
+    Raises AssertionError naming a tensor whose pieces do not cover it.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    covered: dict[str, dict[tuple[int, ...], int]] = {}
+    for piece, value in parts:
+        target = whole.setdefault(piece.name, value.new_empty(piece.global_shape))
+        target[piece.box] = value
+        covered.setdefault(piece.name, {})[piece.offsets] = value.numel()
+    for name, tensor in whole.items():
+        assert sum(covered[name].values()) == tensor.numel(), f"the pieces of {name} do not cover it"
+    return whole
 
 
-def _rows(tensor: LogicalTensor, view: tuple[int, ...], dim: int, start: int, length: int) -> Piece:
-    return Piece(tensor.name, tensor.shape, (0,) * len(tensor.shape), tensor.shape, view, dim, start, length)
+def _part(
+    tensor: LogicalTensor,
+    view: tuple[int, ...],
+    dim: int,
+    start: int,
+    length: int,
+    axis: int = 0,
+    shard: Shard = Shard(),
+) -> Piece:
+    """The piece holding `shard` of the logical tensor along `axis`; where it lies in the parameter: see Piece."""
+    shape, offsets = list(tensor.shape), [0] * len(tensor.shape)
+    shape[axis] //= shard.count
+    offsets[axis] = shard.index * shape[axis]
+    return Piece(tensor.name, tensor.shape, tuple(offsets), tuple(shape), view, dim, start, length)
+
+
+def _all(tensor: LogicalTensor, shape: tuple[int, ...], axis: int = 0, shard: Shard = Shard()) -> Piece:
+    """The piece that is a whole parameter of `shape`."""
+    return _part(tensor, shape, 0, 0, shape[0], axis, shard)
 
 
 # megatron-core's parameter names within a block, and the logical tensor that each holds whole.
@@ -208,15 +271,16 @@ _BLOCK_NAMES = {
 }
 
 
-def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], first_expert: int) -> tuple[Piece, ...]:
-    """Pieces of the block parameter called `name` in global layer `layer`.
+# Row-parallel matrices: the columns are divided, and a bias is whole on every rank.
+_ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
 
-    `shape` is its local shape, `first_expert` the global number of this rank's first expert.
-    """
+
+def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
+    """Pieces of the block parameter called `name`, of local shape `shape`, in global layer `layer`."""
     model = config.model
     tensors = {t.name: t for t in _block_tensors(config, layer)}
     if name.startswith("mlp.") and layer in moe_layers(config):
-        return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, first_expert)
+        return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, place)
     module, kind = name.rsplit(".", 1)
     if kind.startswith("layer_norm_"):  # TELayerNormColumnParallelLinear: layer_norm_weight, layer_norm_bias
         module, kind = f"{module}.layer_norm", kind.removeprefix("layer_norm_")
@@ -225,17 +289,23 @@ def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], 
         return tensors[f"layers.{layer}.{short}.{kind}"]
 
     if module == "self_attention.linear_qkv":  # one block of rows per query group: its queries, one key, one value
-        groups, width = num_kv_heads(model), head_width(model)
-        queries = model.num_attention_heads // groups
+        groups, width = num_kv_heads(model) // place.tensor.count, head_width(model)
+        queries = model.num_attention_heads // num_kv_heads(model)
         view = (groups, queries + 2, width, *shape[1:])
         spans = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
-        return tuple(_rows(tensor(f"attention.{part}"), view, 1, *span) for part, span in spans.items())
+        return tuple(
+            _part(tensor(f"attention.{part}"), view, 1, *span, shard=place.tensor) for part, span in spans.items()
+        )
     if module == "mlp.linear_fc1":
         if model.activation is Activation.gelu:
-            return (_whole(tensor("ffn.up")),)
+            return (_all(tensor("ffn.up"), shape, shard=place.tensor),)
         view = (2, shape[0] // 2, *shape[1:])
-        return _rows(tensor("ffn.gate"), view, 0, 0, 1), _rows(tensor("ffn.up"), view, 0, 1, 1)
-    return (_whole(tensor(_BLOCK_NAMES[module])),)
+        return tuple(
+            _part(tensor(f"ffn.{part}"), view, 0, at, 1, shard=place.tensor) for at, part in enumerate(("gate", "up"))
+        )
+    if module in _ROW_PARALLEL and kind == "weight":
+        return (_all(tensor(_BLOCK_NAMES[module]), shape, axis=1, shard=place.tensor),)
+    return (_all(tensor(_BLOCK_NAMES[module]), shape),)
 
 
 # Of the stock layer each expert is a module of its own; ours holds them as stacks.
@@ -243,30 +313,46 @@ _STOCK_EXPERT = re.compile(r"routed\.deepspeed_moe\.experts\.deepspeed_experts\.
 
 
 def _moe_pieces(
-    config: Config, tensors: dict[str, LogicalTensor], prefix: str, name: str, shape: tuple[int, ...], first: int
+    config: Config, tensors: dict[str, LogicalTensor], prefix: str, name: str, shape: tuple[int, ...], place: Place
 ) -> tuple[Piece, ...]:
     """Pieces of a parameter of recipes.moe.layer.MoeLayer."""
     if name in ("routed.router", "routed.deepspeed_moe.gate.wg.weight"):
-        return (_whole(tensors[f"{prefix}.router.weight"]),)
+        return (_all(tensors[f"{prefix}.router.weight"], shape),)
     names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
 
     def matrices(module: str, kind: str) -> list[LogicalTensor]:
         return [tensors[f"{prefix}.{module}.{part}.weight"] for part in (names_w1 if kind == "w1" else ("down",))]
 
+    first = place.first_expert
     if name in ("shared.w1", "shared.w2"):
-        parts = matrices("shared", name.removeprefix("shared."))
+        kind = name.removeprefix("shared.")
+        parts = matrices("shared", kind)
     elif match := _STOCK_EXPERT.fullmatch(name):
-        parts = matrices(f"experts.{first + int(match[1])}", match[2])
+        kind = match[2]
+        parts = matrices(f"experts.{first + int(match[1])}", kind)
     else:
         kind = {"routed.w1_LGH": "w1", "routed.w2_LHF": "w2"}[name]
         parts = [part for expert in range(shape[0]) for part in matrices(f"experts.{first + expert}", kind)]
-    view = (len(parts), *parts[0].shape)
-    return tuple(_rows(part, view, 0, place, 1) for place, part in enumerate(parts))
+    axis, shard = 0 if kind == "w1" else 1, place.expert_tensor
+    local = list(parts[0].shape)
+    local[axis] //= shard.count
+    view = (len(parts), *local)
+    return tuple(_part(part, view, 0, at, 1, axis, shard) for at, part in enumerate(parts))
 
 
-def vocabulary_piece(tensor: LogicalTensor, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The piece of an embedding or head whose rows are padded to `shape[0]`."""
-    return (_rows(tensor, shape, 0, 0, tensor.shape[0]),)
+def vocabulary_pieces(tensor: LogicalTensor, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
+    """The piece of a rank's rows `shape[0]` of an embedding or head, of which the last ones of all are padding."""
+    first = place.tensor.index * shape[0]
+    held = min(tensor.shape[0] - first, shape[0])
+    if held <= 0:
+        return ()
+    offsets, kept = (first, *(0 for _ in shape[1:])), (held, *shape[1:])
+    return (Piece(tensor.name, tensor.shape, offsets, kept, shape, 0, 0, held),)
+
+
+def norm_pieces(tensor: LogicalTensor) -> tuple[Piece, ...]:
+    """The piece of a norm that is no part of a block."""
+    return (_all(tensor, tensor.shape),)
 
 
 def initial_value(tensor: LogicalTensor, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from recipes.logical import LocalParameter
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> bool:
-    """Restore masters, moments and generators; returns whether the generators fit this number of ranks.
+    """Restore masters, moments and generators; returns whether the generators fit this layout.
 
     Raises ValueError naming the file when a file is missing or damaged, before anything is changed.
     """
@@ -22,7 +22,8 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> bool:
     for entry in engine.parameters:
         engine.load_state(entry, {name: _assemble(checkpoint, entry, name) for name in names})
     engine.set_applied_steps(checkpoint.trainer["applied_steps"])
-    if checkpoint.trainer["world_size"] != dist.get_world_size():
+    written_by = checkpoint.trainer["world_size"], checkpoint.trainer.get("tensor_parallel_size", 1)
+    if written_by != (engine.layout.world_size, engine.layout.tensor_parallel_size):
         return False
     prefix = f"rank{dist.get_rank()}/"
     mine = [name for name in checkpoint.tensors("rng") if name.startswith(prefix)]

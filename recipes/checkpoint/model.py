@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 
 from patches.registry import apply_all
 from recipes import collectives
@@ -20,8 +20,10 @@ from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.manifest import TRAINER_KIND
 from recipes.checkpoint.rotate import find_checkpoint
 from recipes.config import Config, from_plain
+from recipes.groups import enter
 from recipes.logical import logical_tensors
 from recipes.model.gpt import GPT, registry
+from recipes.topology import Layout
 
 
 def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Config, Checkpoint]:
@@ -85,5 +87,5 @@ def _start_alone() -> None:
     """What megatron-core's blocks need in a process without others."""
     apply_all(say=lambda line: None)
     collectives.start()
-    parallel_state.initialize_model_parallel()
+    enter(Layout(1))
     tensor_parallel.model_parallel_cuda_manual_seed(0)

@@ -21,29 +21,27 @@ from recipes import collectives
 from recipes.config import Config
 from recipes.engine.settings import deepspeed_settings, make_optimizer
 from recipes.engine.state import Fragment, applied_steps, fragments, join, prepare_moments, set_applied_steps
-from recipes.logical import LocalParameter, logical_tensors
+from recipes.groups import DataParallel
+from recipes.logical import LocalParameter, Piece
 from recipes.model.gpt import GPT
-from recipes.topology import Layout
+from recipes.topology import Role
 
 
 class Engine:
     """A model on a DeepSpeed engine. Call order per step: `backward` once per micro-batch, `gradient_norm`, `step` or `skip`."""
 
-    def __init__(self, model: GPT, parameters: list[LocalParameter], config: Config, data_parallel_size: int):
+    def __init__(self, model: GPT, parameters: list[LocalParameter], config: Config):
         logger.setLevel(logging.ERROR)
-        deepspeed.init_distributed(
-            dist_backend=torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
-        )
         self.model = model
         self.parameters = parameters
         self.clip_grad = config.optimizer.clip_grad
-        self.data_parallel_size = data_parallel_size
-        self.layout = Layout(data_parallel_size) if model.moe is None else model.moe.layout
-        self.expert_group = None if model.moe is None else model.moe.group
-        decays = {name: tensor.weight_decay for name, tensor in logical_tensors(config).items()}
-        self.optimizer = make_optimizer(config, parameters, decays)
-        settings = deepspeed_settings(config, data_parallel_size)
-        self.inner, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
+        self.groups, self.layout = model.groups, model.groups.layout
+        self._copies = {entry.name: len(self.replica_groups(entry)[0]) for entry in parameters}
+        self.data_parallel_size = self.layout.data_parallel_size
+        self.optimizer = make_optimizer(config, parameters)
+        settings = deepspeed_settings(config, self.data_parallel_size)
+        mpu = DataParallel(self.groups)
+        self.inner, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings, mpu=mpu)
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.wrapper = self.inner.optimizer
         prepare_moments(self.optimizer)
@@ -86,36 +84,39 @@ class Engine:
     def gradient_norm(self) -> float:
         """Norm of the whole gradient, every logical tensor once, equal on every rank; inf if anything is not finite.
 
-        ZeRO-1/2 give each rank disjoint parts, so one sum over all ranks counts everything once. Without partitions every
-        rank has the gradients of its experts and of everything else; only the experts' are summed, over those who share them.
+        One sum over all ranks, to which each adds what it has, divided by the number of ranks that have the same.
         """
-        wrapper = self.wrapper
-        if isinstance(wrapper, DeepSpeedZeroOptimizer):
-            squares = collectives.sum_over_ranks(_square_sum(self._partitioned_gradients()))
-        else:
-            squares = _square_sum(self._own_gradients(experts=False))
-            if self.expert_group is not None:
-                squares += collectives.sum_over_ranks(_square_sum(self._own_gradients(experts=True)), self.expert_group)
-            else:
-                squares += _square_sum(self._own_gradients(experts=True))
-        self._norm = squares.sqrt().float()
+        squares = torch.zeros((), dtype=torch.float64, device=collectives.device())
+        for copies, tensors in self._gradient_parts():
+            squares += _square_sum(tensors) / copies
+        self._norm = collectives.sum_over_ranks(squares).sqrt().float()
         norm = float(self._norm)
         return norm if math.isfinite(norm) else math.inf
 
-    def _partitioned_gradients(self) -> list[torch.Tensor]:
-        """This rank's parts of the averaged gradient under ZeRO-1/2; what pads the partitions is zero."""
-        if self.wrapper.cpu_offload:
-            return [flat.grad for flat in self.wrapper.single_partition_of_fp32_groups]
-        return [part for group in self.wrapper.averaged_gradients.values() for part in group]
+    def _gradient_parts(self) -> list[tuple[int, list[torch.Tensor]]]:
+        """This rank's gradients after the last `backward`, and how many ranks have the same ones."""
+        wrapper = self.wrapper
+        if not isinstance(wrapper, DeepSpeedZeroOptimizer):
+            own: dict[int, list[torch.Tensor]] = {}
+            for entry in self.parameters:
+                own.setdefault(self._copies[entry.name], []).append(self._own_gradient(entry.parameter))
+            return list(own.items())
+        # ZeRO-1/2 divide each parameter group over the ranks that have the same weights; what pads the parts is zero.
+        found = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            whole = not group.get("moe", False) and not group["name"].endswith("_sharded")
+            if wrapper.cpu_offload:
+                parts = [wrapper.single_partition_of_fp32_groups[number].grad]
+            else:
+                parts = list(wrapper.averaged_gradients[number])
+            found.append((self.layout.tensor_parallel_size if whole else 1, parts))
+        return found
 
-    def _own_gradients(self, experts: bool) -> list[torch.Tensor]:
-        """Whole averaged gradients of this rank's experts, or of all other parameters."""
-        members = [e.parameter for e in self.parameters if is_moe_param(e.parameter) is experts]
-        if isinstance(self.wrapper, BF16_Optimizer):
-            return [parameter._hp_grad for parameter in members]  # type: ignore[attr-defined]
-        grads = [parameter.grad for parameter in members]
-        assert all(grad is not None for grad in grads), "an idle expert has a zero gradient, not none"
-        return grads  # type: ignore[return-value]
+    def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole averaged gradient of a parameter without ZeRO's partitions."""
+        grad = parameter._hp_grad if isinstance(self.wrapper, BF16_Optimizer) else parameter.grad  # type: ignore[attr-defined]
+        assert grad is not None, "an idle expert has a zero gradient, not none"
+        return grad
 
     def step(self, lr: float) -> None:
         """Clip and update with learning rate `lr`."""
@@ -125,7 +126,7 @@ class Engine:
             self.wrapper, DeepSpeedZeroOptimizer
         ):  # which clips by the norm given to it
             scale = torch.clamp(self.clip_grad / (self._norm + 1e-6), max=1.0)
-            torch._foreach_mul_([*self._own_gradients(experts=False), *self._own_gradients(experts=True)], scale)
+            torch._foreach_mul_([self._own_gradient(entry.parameter) for entry in self.parameters], scale)
         self.inner.step()
 
     def skip(self) -> None:
@@ -134,18 +135,21 @@ class Engine:
         self.inner.step()
         self._skipping = False
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The raw fp32 gradient of every logical tensor, between the last `backward` and `step` (a collective)."""
-        found = {}
+    def gradients(self) -> list[tuple[Piece, torch.Tensor]]:
+        """The raw fp32 gradient of every piece of this rank, between the last `backward` and `step` (a collective)."""
+        found = []
         for entry in self.parameters:
             grad = safe_get_full_grad(entry.parameter).view(entry.parameter.shape).float()
-            found.update({piece.name: piece.read(grad).clone() for piece in entry.pieces})
+            found += [(piece, piece.read(grad).clone()) for piece in entry.pieces]
         return found
 
     def replica_groups(self, entry: LocalParameter) -> list[list[int]]:
-        """Ranks that hold the same values of this parameter; of an expert parameter there are several such groups."""
+        """Groups of ranks that hold the same values of this parameter; the groups hold different ones."""
         if is_moe_param(entry.parameter):
-            return self.layout.expert_data_parallel_groups()
+            return self.layout.groups(Role.edp)
+        if entry.sharded:
+            return self.layout.groups(Role.dp)
+        assert self.layout.pipeline_parallel_size == 1
         return [list(range(self.layout.world_size))]
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
@@ -170,12 +174,12 @@ class Engine:
                 target.copy_(states[name].reshape(-1).narrow(0, fragment.start, target.numel()))
         entry.parameter.copy_(states["master"])
 
-    def master_weights(self) -> dict[str, torch.Tensor]:
-        """The fp32 master of every logical tensor (a collective)."""
-        found = {}
+    def master_weights(self) -> list[tuple[Piece, torch.Tensor]]:
+        """The fp32 master of every piece of this rank (a collective)."""
+        found = []
         for entry in self.parameters:
             master = join(self.fragment(entry.parameter), entry.parameter, ("master",))["master"]
-            found.update({piece.name: piece.read(master).clone() for piece in entry.pieces})
+            found += [(piece, piece.read(master).clone()) for piece in entry.pieces]
         return found
 
     @property

@@ -52,19 +52,22 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def make_optimizer(config: Config, parameters: list[LocalParameter], decays: dict[str, bool]) -> torch.optim.Optimizer:
-    """AdamW or SGD; `decays` tells for each logical tensor whether it decays.
+def make_optimizer(config: Config, parameters: list[LocalParameter]) -> torch.optim.Optimizer:
+    """AdamW or SGD.
 
-    Groups: decay and no decay, and of experts again decay and no decay. The name of a group of experts must be DeepSpeed's
-    key of their process groups.
+    Groups: decay and no decay, each again of what is divided over tensor-parallel ranks, and of experts. The name of a group
+    of experts must be DeepSpeed's key of their process groups.
     """
     settings = config.optimizer
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for entry in parameters:
-        decay, experts = decays[entry.pieces[0].name], is_moe_param(entry.parameter)
-        name = getattr(entry.parameter, "group_name", "") if experts else "decay" if decay else "no_decay"
+        decay, experts = entry.weight_decay, is_moe_param(entry.parameter)
+        name = ("decay" if decay else "no_decay") + ("_sharded" if entry.sharded else "")
+        if experts:
+            name = entry.parameter.group_name  # type: ignore[attr-defined]
+            assert decay
         weight_decay = settings.weight_decay if decay else 0.0
-        group = groups.setdefault((name, decay), {"params": [], "name": name, "weight_decay": weight_decay})
+        group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
         group["params"].append(entry.parameter)
         if experts:
             group["moe"] = True

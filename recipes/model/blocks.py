@@ -18,14 +18,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from recipes import partial
 from recipes.config import Activation, ModelConfig, Normalization, Precision, TransformerImpl
 from recipes.logical import ffn_width, head_width, num_kv_heads
+from recipes.topology import Layout
 
 # It warns of every MLP that is not its own, such as our layer with experts.
 logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 
 
-def transformer_config(model: ModelConfig, precision: Precision) -> TransformerConfig:
+def transformer_config(model: ModelConfig, precision: Precision, layout: Layout) -> TransformerConfig:
     """megatron-core's description of the same blocks. Weights are left empty: `GPT` fills them by logical name."""
     bf16 = precision is Precision.bf16
     return TransformerConfig(
@@ -47,6 +49,8 @@ def transformer_config(model: ModelConfig, precision: Precision) -> TransformerC
         init_method_std=model.init_method_std,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        tensor_model_parallel_size=layout.tensor_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         # These fusions need CUDA kernels or change rounding between layouts.
@@ -60,11 +64,11 @@ def transformer_config(model: ModelConfig, precision: Precision) -> TransformerC
 
 
 def build_norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
-    """RMSNorm or LayerNorm by megatron-core's arguments; marks its weights when tokens are sharded over TP."""
+    """RMSNorm or LayerNorm by megatron-core's arguments."""
     kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
     norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-    for weight in norm.parameters():
-        weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    if config.sequence_parallel:
+        partial.mark(norm.parameters())
     return norm
 
 

@@ -2,8 +2,9 @@
 
     tokens_BS -> Embedding -> x_SBH -> Block x L -> FinalNorm -> Head -> logits_SBV -> token losses [S, B] in fp32
 
-V is the true vocabulary: rows that pad the matrices to a round size never enter a logit. Each module tells which logical
-tensors its parameters hold (`logical_pieces`), from which weights are drawn, compared and stored.
+V is the true vocabulary: rows that pad the matrices to a round size never enter a logit. Tensor-parallel ranks hold parts of
+the matrices (and of V), and with sequence parallelism each its share of S between them. Each module tells which logical tensors
+its parameters hold (`logical_pieces`), from which weights are drawn, compared and stored.
 """
 
 from __future__ import annotations
@@ -15,22 +16,28 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from recipes import partial
 from recipes.config import Config
+from recipes.groups import enter
 from recipes.logical import (
     LocalParameter,
     Piece,
+    Place,
+    Shard,
     block_pieces,
     head_width,
     initial_value,
     logical_tensors,
-    vocabulary_piece,
+    norm_pieces,
+    padded_vocab_size,
+    vocabulary_pieces,
 )
 from recipes.model.blocks import build_norm, layer_spec, rotary_angles, transformer_config
+from recipes.model.loss import token_losses
 from recipes.moe.context import MoeContext
 from recipes.moe.layer import MoeLayer
-from recipes.topology import Layout
+from recipes.topology import Layout, Role
 
 
 class Embedding(nn.Module):
@@ -38,17 +45,23 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Config, mcore_config, rows: int):
         super().__init__()
+        self.sequence_parallel = mcore_config.sequence_parallel
         self.table = VocabParallelEmbedding(
-            rows, config.model.hidden_size, init_method=mcore_config.init_method, config=mcore_config
+            rows,
+            config.model.hidden_size,
+            init_method=mcore_config.init_method,
+            reduce_scatter_embeddings=self.sequence_parallel,
+            config=mcore_config,
         )
         self.dropout = config.model.hidden_dropout
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        x_SBH = self.table(tokens_BS).transpose(0, 1).contiguous()
+        x = self.table(tokens_BS)
+        x_SBH = x if self.sequence_parallel else x.transpose(0, 1).contiguous()
         return F.dropout(x_SBH, self.dropout, self.training) if self.dropout else x_SBH
 
-    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(logical_tensors(config)["embedding.weight"], tuple(parameter.shape))
+    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
+        return vocabulary_pieces(logical_tensors(config)["embedding.weight"], tuple(parameter.shape), place)
 
 
 class Block(nn.Module):
@@ -56,17 +69,20 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, mcore_config, layer: int, moe: MoeContext | None):
         super().__init__()
-        self.layer, self.first_expert = layer, 0 if moe is None else moe.first_expert
+        self.layer = layer
         spec = layer_spec(config.model, document_mask=config.data.reset_attention_mask)
         if moe is not None and layer in moe.layers:
             spec.submodules.mlp = ModuleSpec(module=MoeLayer, params={"run": config, "context": moe, "layer": layer})
         self.inner = build_module(spec, config=mcore_config, layer_number=layer + 1)
+        if config.model.qk_layernorm and mcore_config.tensor_model_parallel_size > 1:  # fed with this rank's heads
+            partial.mark(self.inner.self_attention.q_layernorm.parameters())
+            partial.mark(self.inner.self_attention.k_layernorm.parameters())
 
     def forward(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.inner(x_SBH, attention_mask=mask, rotary_pos_emb=angles)[0]
 
-    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return block_pieces(config, self.layer, name.removeprefix("inner."), tuple(parameter.shape), self.first_expert)
+    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
+        return block_pieces(config, self.layer, name.removeprefix("inner."), tuple(parameter.shape), place)
 
 
 class FinalNorm(nn.Module):
@@ -79,16 +95,19 @@ class FinalNorm(nn.Module):
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return self.inner(x_SBH)
 
-    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(logical_tensors(config)[name.replace("inner", "final_norm")], tuple(parameter.shape))
+    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
+        return norm_pieces(logical_tensors(config)[name.replace("inner", "final_norm")])
 
 
 class Head(nn.Module):
-    """Logits of the true vocabulary: [S, B, H] -> [S, B, V]; with tied embeddings it owns no weight."""
+    """Logits of the true vocabulary: [S, B, H] -> [S, B, V]; with tied embeddings it owns no weight.
+
+    A tensor-parallel rank has the logits of its rows, which may be fewer on the last ranks, even none.
+    """
 
     def __init__(self, config: Config, mcore_config, rows: int):
         super().__init__()
-        self.vocab_size = config.model.vocab_size
+        self.config = config
         self.inner = ColumnParallelLinear(
             config.model.hidden_size,
             rows,
@@ -99,11 +118,13 @@ class Head(nn.Module):
             skip_weight_param_allocation=config.model.share_embeddings_and_output_weights,
         )
 
-    def forward(self, x_SBH: torch.Tensor, tied_weight: torch.Tensor | None) -> torch.Tensor:
-        return self.inner(x_SBH, weight=tied_weight)[0][..., : self.vocab_size]
+    def forward(self, x_SBH: torch.Tensor, tied_weight: torch.Tensor | None, first_row: int) -> torch.Tensor:
+        logits_SBV = self.inner(x_SBH, weight=tied_weight)[0]
+        assert self.config.model.vocab_size is not None
+        return logits_SBV[..., : max(0, self.config.model.vocab_size - first_row)]
 
-    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter) -> tuple[Piece, ...]:
-        return vocabulary_piece(logical_tensors(config)["head.weight"], tuple(parameter.shape))
+    def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
+        return vocabulary_pieces(logical_tensors(config)["head.weight"], tuple(parameter.shape), place)
 
 
 class GPT(nn.Module):
@@ -113,16 +134,19 @@ class GPT(nn.Module):
         super().__init__()
         assert config.model.vocab_size is not None
         model = config.model
-        mcore_config = transformer_config(model, config.train.precision)
-        multiple = model.make_vocab_size_divisible_by
-        rows = -(-config.model.vocab_size // multiple) * multiple
+        self.groups = enter(layout or Layout(1))
+        layout = self.groups.layout
+        mcore_config = transformer_config(model, config.train.precision, layout)
+        rows = padded_vocab_size(model, layout.tensor_parallel_size)
         self.config = config
-        self.moe = MoeContext(config, layout or Layout(1)) if config.moe.num_moe_experts else None
+        self.first_row = rows // layout.tensor_parallel_size * self.groups.index(Role.tp)
+        self.moe = MoeContext(config, self.groups) if config.moe.num_moe_experts else None
         self.rotary_width = int(head_width(model) * model.rotary_percent)
         self.embedding = Embedding(config, mcore_config, rows)
         self.blocks = nn.ModuleList(Block(config, mcore_config, layer, self.moe) for layer in range(model.num_layers))
         self.final_norm = FinalNorm(config, mcore_config)
         self.head = Head(config, mcore_config, rows)
+        partial.add_up(self, self.groups)
         initialise(self, config.run.seed)
 
     def logits(
@@ -131,14 +155,17 @@ class GPT(nn.Module):
         positions_BS: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [S, B, V]. Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal."""
+        """Logits [S, B, V of this rank].
+
+        Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal.
+        """
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
         angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
         x_SBH = self.embedding(tokens_BS)
         for block in self.blocks:
             x_SBH = block(x_SBH, angles, attention_mask)
         tied = self.embedding.table.weight if self.config.model.share_embeddings_and_output_weights else None
-        return self.head(self.final_norm(x_SBH), tied)
+        return self.head(self.final_norm(x_SBH), tied, self.first_row)
 
     def forward(
         self,
@@ -150,46 +177,29 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Negative log likelihood in nats: the fp32 sum over sequences and valid positions, per sequence: [B]."""
         logits_SBV = self.logits(tokens_BS, positions_BS, attention_mask)
-        losses_BS = token_losses(logits_SBV, labels_BS)
+        losses_BS = token_losses(logits_SBV, labels_BS, self.first_row, self.groups.handle(Role.tp))
         return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
-
-
-def token_losses(logits_SBV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each position in fp32: [B, S]."""
-    sequence, batch, vocab = logits_SBV.shape
-    labels_T = labels_BS.transpose(0, 1).reshape(-1)
-    return _CrossEntropy.apply(logits_SBV.reshape(-1, vocab), labels_T).view(sequence, batch).transpose(0, 1)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """F.cross_entropy(reduction="none") whose gradient overwrites the saved log-probabilities: a third less time on CPU."""
-
-    @staticmethod
-    def forward(ctx, logits_TV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-        log_probs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
-        ctx.save_for_backward(log_probs_TV, labels_T)
-        ctx.dtype = logits_TV.dtype
-        return -log_probs_TV.gather(1, labels_T[:, None]).squeeze(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_T: torch.Tensor):
-        log_probs_TV, labels_T = ctx.saved_tensors
-        grad_TV = log_probs_TV.exp_()
-        grad_TV.scatter_add_(1, labels_T[:, None], grad_TV.new_full((len(labels_T), 1), -1.0))
-        return grad_TV.mul_(grad_T[:, None]).to(ctx.dtype), None
 
 
 def registry(model: GPT, config: Config) -> list[LocalParameter]:
     """Every parameter of `model` with the logical pieces that it holds, in forward order, each parameter once."""
     found: list[LocalParameter] = []
+    layout, groups = model.groups.layout, model.groups
+    place = Place(
+        Shard(groups.index(Role.tp), layout.tensor_parallel_size),
+        Shard(groups.index(Role.etp), layout.expert_tensor_parallel_size),
+        0 if model.moe is None else model.moe.first_expert,
+    )
     stages: dict[str, Any] = {"embedding": model.embedding}
     stages |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     stages |= {"final_norm": model.final_norm, "head": model.head}
     for prefix, module in stages.items():
         for name, parameter in module.named_parameters():
-            pieces = module.logical_pieces(config, name, parameter)
-            found.append(LocalParameter(f"{prefix}.{name}", parameter, pieces))
+            pieces = module.logical_pieces(config, name, parameter, place)
+            # Of a small vocabulary one rank may have all true rows, and others padding.
+            parts = module in (model.embedding, model.head) or any(p.shape != p.global_shape for p in pieces)
+            sharded = parts and place.tensor.count > 1
+            found.append(LocalParameter(f"{prefix}.{name}", parameter, pieces, sharded))
     assert {id(entry.parameter) for entry in found} == {id(parameter) for parameter in model.parameters()}
     return found
 
@@ -201,4 +211,4 @@ def initialise(model: GPT, seed: int) -> None:
     for entry in registry(model, model.config):
         entry.parameter.zero_()
         for piece in entry.pieces:
-            piece.write(entry.parameter, initial_value(tensors[piece.name], seed))
+            piece.write(entry.parameter, initial_value(tensors[piece.name], seed)[piece.box])

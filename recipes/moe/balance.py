@@ -10,6 +10,8 @@ A rank computes its part of each loss, such that the parts of all ranks add up t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -25,19 +27,25 @@ def balance_part(
 
 
 def sequence_balance_part(
-    probs_SBE: torch.Tensor, ids_SBK: torch.Tensor, sequences: float, mask_SB: torch.Tensor | None = None
+    probs_SBE: torch.Tensor,
+    ids_SBK: torch.Tensor,
+    sequences: float,
+    mask_SB: torch.Tensor | None = None,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> torch.Tensor:
     """The loss of each sequence by itself, summed over the B given and divided by `sequences`, those of the whole batch.
 
-    `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing.
+    `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing. When the positions of a sequence are
+    spread over ranks, `add_up` sums counts [B, E + 1] over them, and the result is this rank's part.
     """
     _, batch, experts = probs_SBE.shape
     mask_SB = torch.ones_like(probs_SBE[..., 0]) if mask_SB is None else mask_SB.to(probs_SBE.dtype)
     chosen_SBE = torch.zeros_like(probs_SBE).scatter_add_(
         2, ids_SBK, mask_SB[..., None].expand(ids_SBK.shape).contiguous()
     )
-    tokens_B1 = mask_SB.sum(0).clamp(min=1)[:, None]
-    share_BE = chosen_SBE.sum(0) / (tokens_B1 * ids_SBK.shape[-1])
+    counts_BE1 = add_up(torch.cat((chosen_SBE.sum(0), mask_SB.sum(0)[:, None]), dim=1))
+    tokens_B1 = counts_BE1[:, -1:].clamp(min=1)
+    share_BE = counts_BE1[:, :-1] / (tokens_B1 * ids_SBK.shape[-1])
     mean_BE = (probs_SBE * mask_SB[..., None]).sum(0) / tokens_B1
     assert share_BE.shape == (batch, experts)
     return experts * (share_BE * mean_BE).sum() / sequences

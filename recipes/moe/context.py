@@ -12,10 +12,10 @@ import torch
 
 from recipes import collectives
 from recipes.config import AuxLossScope, Config
+from recipes.groups import Groups
 from recipes.logical import moe_layers, num_moe_experts
 from recipes.moe.balance import AddLoss, balance_part, sequence_balance_part, z_part
-from recipes.moe.groups import ensure_groups, expert_parallel_group
-from recipes.topology import Layout
+from recipes.topology import Role
 
 _SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind the E counts
 
@@ -23,18 +23,21 @@ _SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind the E
 class MoeContext:
     """Made before the model and passed to its layers."""
 
-    def __init__(self, config: Config, layout: Layout):
-        self.moe, self.layout = config.moe, layout
-        if layout.expert_parallel_size > 1:
-            ensure_groups(layout)
-        self.group = expert_parallel_group(layout)
-        train = config.train
-        self.num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * layout.world_size))
+    def __init__(self, config: Config, groups: Groups):
+        self.moe, self.groups = config.moe, groups
+        layout, train = groups.layout, config.train
+        self.group = groups.handle(Role.ep)
+        # Under tensor parallelism the ranks of a group route each its share of the sequence positions, unless each has a part
+        # of every expert's matrices: then all of them route all the tokens, and a loss or count of a token must enter once.
+        self.tokens_split = layout.tensor_parallel_size > layout.expert_tensor_parallel_size
+        self.copies = 1 if self.tokens_split else layout.tensor_parallel_size
+        self.reports = self.copies == 1 or groups.index(Role.tp) == 0
+        self.num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size))
         self.sequences_per_step = train.global_batch_size
         self.tokens_per_step = train.global_batch_size * config.model.seq_length
         self.layers = moe_layers(config)
         num_experts = num_moe_experts(config)
-        self.first_expert = layout.expert_parallel_rank(collectives.rank()) * num_experts // layout.expert_parallel_size
+        self.first_expert = groups.index(Role.ep) * num_experts // layout.expert_parallel_size
         shape = (len(self.layers), num_experts + len(_SUMS))
         self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())
         # Counts of the step before, for the scope global_batch; equal at first.
@@ -46,7 +49,7 @@ class MoeContext:
     ) -> torch.Tensor:  # fmt: skip
         """Record the routing of one micro-batch in global layer `layer` and attach its auxiliary losses to `out`.
 
-        T = S B tokens in the order of `sequence_shape` (S, B).
+        T = S B tokens in the order of `sequence_shape` (S, B), of which this rank routes all (see `tokens_split`).
         """
         row, moe = self.layers.index(layer), self.moe
         num_experts = probs_TE.shape[1]
@@ -55,11 +58,13 @@ class MoeContext:
         z = z_part(logits_TE, self.tokens_per_step)
         loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z
         self._record(row, counts_E, probs_TE, dropped, balance, z)
-        # The engine multiplies the language loss by the number of ranks, over which DeepSpeed then averages.
-        return AddLoss.apply(out, loss, float(self.layout.world_size))
+        # The engine multiplies the language loss by the number of data-parallel ranks, over which DeepSpeed then averages.
+        return AddLoss.apply(out, loss, self.groups.layout.data_parallel_size / self.copies)
 
     @torch.no_grad()
     def _record(self, row: int, counts_E, probs_TE, dropped: torch.Tensor | int, balance, z) -> None:
+        if not self.reports:
+            return
         entropy = torch.special.entr(probs_TE).sum()
         sums = [len(probs_TE), dropped, entropy, balance, z]
         columns = [torch.as_tensor(value, dtype=torch.float64, device=self.report.device) for value in sums]
@@ -69,9 +74,10 @@ class MoeContext:
         match self.moe.aux_loss_scope:
             case AuxLossScope.sequence:
                 shape = (*sequence_shape, -1)
-                return sequence_balance_part(probs_TE.view(shape), ids_TK.view(shape), self.sequences_per_step)
+                probs, ids = probs_TE.view(shape), ids_TK.view(shape)
+                return sequence_balance_part(probs, ids, self.sequences_per_step, add_up=self._sum_over_positions)
             case AuxLossScope.micro_batch:
-                all_E = self._sum_over_ranks(counts_E.clone())
+                all_E = self._sum_over_tokens(counts_E.clone())
                 assignments = all_E.sum()
                 tokens = assignments / ids_TK.shape[1]
                 return balance_part(probs_TE, all_E / assignments, tokens) / self.num_micro_batches
@@ -81,7 +87,18 @@ class MoeContext:
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """A model that one rank has for itself has nothing to add up, however many ranks there are."""
-        return value if self.layout.world_size == 1 else collectives.sum_over_ranks(value)
+        return value if self.groups.layout.world_size == 1 else collectives.sum_over_ranks(value)
+
+    def _sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
+        """Over ranks that route different tokens."""
+        if self.copies == 1:
+            return self._sum_over_ranks(value)
+        group = self.groups.handle(Role.dp)
+        return value if group is None else collectives.sum_over_ranks(value, group)
+
+    def _sum_over_positions(self, value: torch.Tensor) -> torch.Tensor:
+        """Over ranks that route the other positions of the same sequences."""
+        return collectives.sum_over_ranks(value, self.groups.handle(Role.tp)) if self.tokens_split else value
 
     def finish_step(self) -> dict[str, Any]:
         """Metrics of the step over all ranks; forgets it afterwards (a collective)."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from megatron.core.tensor_parallel import mappings
 from torch import nn
 
-from recipes import collectives
+from recipes import collectives, partial
 from recipes.config import Activation, Config, MoeBackend, TokenDropPolicy
 from recipes.logical import expert_width, num_moe_experts
 from recipes.moe.context import MoeContext
 from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
 from recipes.moe.experts import GroupedMLP, activate
-from recipes.moe.groups import ensure_groups, group_key
 from recipes.moe.router import capacity, kept, route, router_logits
 
 
@@ -36,25 +36,54 @@ class ExpertMLP(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """What both backends share: shared expert, auxiliary losses, statistics."""
+    """What both backends share: which tokens a rank routes, shared expert, auxiliary losses, statistics."""
 
     def __init__(self, config, run: Config, context: MoeContext, layer: int, **_: object):
         super().__init__()
         self.layer, self.context, self.moe = layer, context, run.moe
+        self.layout = context.groups.layout
         gated, dtype, hidden = run.model.activation is Activation.swiglu, config.params_dtype, run.model.hidden_size
         kind = GroupedMoE if run.moe.backend is MoeBackend.grouped else StockMoE
         self.routed = kind(run, context, gated, dtype)
         shared = run.moe.moe_shared_expert_intermediate_size
-        self.shared = ExpertMLP(hidden, shared, gated, dtype) if shared else None
+        width = (shared or 0) // self.layout.expert_tensor_parallel_size
+        self.shared = ExpertMLP(hidden, width, gated, dtype) if shared else None
+        if self.layout.tensor_parallel_size > 1:
+            partial.mark([self.routed.router_weight])
+        if self.shared is not None and context.tokens_split:
+            partial.mark(self.shared.parameters())
 
     def forward(self, x_SBH: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
+        x_SBH = self._enter(x_SBH)
         sequence, batch, hidden = x_SBH.shape
         x_TH = x_SBH.reshape(-1, hidden)
         out_TH, logits_TE, probs_TE, ids_TK, dropped = self.routed(x_TH)
         if self.training and torch.is_grad_enabled():
             out_TH = self.context.auxiliary(out_TH, self.layer, logits_TE, probs_TE, ids_TK, dropped, (sequence, batch))
         out_SBH = out_TH.view(x_SBH.shape)
-        return (out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
+        return self._leave(out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
+
+    def _enter(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """The tokens that this rank routes: its share of the positions, or all when it has a part of every expert."""
+        if self.context.tokens_split:
+            return x_SBH if self.layout.sequence_parallel else mappings.scatter_to_sequence_parallel_region(x_SBH)
+        if self.layout.expert_tensor_parallel_size == 1:
+            return x_SBH
+        if self.layout.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(x_SBH)
+        return mappings.copy_to_tensor_model_parallel_region(x_SBH)
+
+    def _leave(self, out_SBH: torch.Tensor) -> torch.Tensor:
+        """Back to the positions that the block works on; parts of experts are added up."""
+        if self.context.tokens_split:
+            if self.layout.sequence_parallel:
+                return out_SBH
+            return mappings.gather_from_sequence_parallel_region(out_SBH, tensor_parallel_output_grad=False)
+        if self.layout.expert_tensor_parallel_size == 1:
+            return out_SBH
+        if self.layout.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(out_SBH)
+        return mappings.reduce_from_tensor_model_parallel_region(out_SBH)
 
 
 class GroupedMoE(MoE):
@@ -62,11 +91,12 @@ class GroupedMoE(MoE):
 
     def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
         nn.Module.__init__(self)  # not MoE's: it would build DeepSpeed's own layer
-        layout, moe, hidden, width = context.layout, run.moe, run.model.hidden_size, expert_width(run)
-        self.moe, self.layout, self.group, self.gated = moe, layout, context.group, gated
+        layout, moe, hidden = context.groups.layout, run.moe, run.model.hidden_size
+        width = expert_width(run) // layout.expert_tensor_parallel_size
+        self.moe, self.group, self.gated = moe, context.group, gated
         self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
-        self.expert_group_name = group_key(layout)
+        self.expert_group_name = context.groups.expert_key
         self.router = nn.Parameter(torch.empty(self.num_experts, hidden, dtype=dtype))
         self.w1_LGH = nn.Parameter(
             torch.empty(self.num_local_experts, (2 if gated else 1) * width, hidden, dtype=dtype)
@@ -75,10 +105,13 @@ class GroupedMoE(MoE):
         for experts in (self.w1_LGH, self.w2_LHF):
             experts.allreduce, experts.group_name = False, self.expert_group_name  # type: ignore[attr-defined]
 
+    @property
+    def router_weight(self) -> nn.Parameter:
+        return self.router
+
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Called by the engine on all ranks: it looks the groups up under `expert_group_name`."""
+        """Called by the engine, which finds the groups under `expert_group_name`: `recipes.groups` has put them there."""
         assert not use_data_before_expert_parallel_
-        ensure_groups(self.layout)
 
     def forward(self, x_TH: torch.Tensor):
         logits_TE = router_logits(x_TH, self.router)
@@ -104,31 +137,36 @@ class StockMoE(MoE):
     """DeepSpeed's drop-free layer, told not to choose at random, with auxiliary losses computed by us over the whole batch."""
 
     def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
+        layout = context.groups.layout
+        width = expert_width(run) // layout.expert_tensor_parallel_size
         super().__init__(
             run.model.hidden_size,
-            ExpertMLP(run.model.hidden_size, expert_width(run), gated, dtype),
+            ExpertMLP(run.model.hidden_size, width, gated, dtype),
             num_experts=num_moe_experts(run),
-            ep_size=context.layout.expert_parallel_size,
+            ep_size=layout.expert_parallel_size,
             k=run.moe.moe_router_topk,
             drop_tokens=False,
             min_capacity=0,  # its default of 4 refuses shorter batches, even without dropping
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.moe, self.layout, self.group = run.moe, context.layout, context.group
+        self.moe, self.group = run.moe, context.group
         self.deepspeed_moe.gate.wg.to(dtype)
         self.set_deepspeed_parallelism()
 
+    @property
+    def router_weight(self) -> nn.Parameter:
+        return self.deepspeed_moe.gate.wg.weight
+
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """As upstream's, on our groups, and callable again by the engine."""
+        """As upstream's, on the groups of `recipes.groups`, and callable again by the engine."""
         assert not use_data_before_expert_parallel_
-        ensure_groups(self.layout)
         if self.deepspeed_moe.ep_group is None:
             self._create_process_groups()
 
     def forward(self, x_TH: torch.Tensor):
         out_TH = self._experts(x_TH)
-        logits_TE = router_logits(x_TH, self.deepspeed_moe.gate.wg.weight)
+        logits_TE = router_logits(x_TH, self.router_weight)
         ids_TK, _, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
         return out_TH, logits_TE, probs_TE, ids_TK, 0
 

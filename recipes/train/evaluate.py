@@ -26,7 +26,7 @@ def evaluate(model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig
             row[0] += (model(**inputs).double() * weight_B).sum()
             row[1] += (valid_tokens(inputs) * weight_B).sum()
     model.train(was_training)
-    collectives.sum_over_ranks(totals)
+    collectives.sum_over_ranks(totals.mul_(model.groups.leads))
     losses = {domain: float(nll / tokens) for domain, (nll, tokens) in zip(sets, totals, strict=True) if tokens > 0}
     if losses:
         losses[""] = float(totals[:, 0].sum() / totals[:, 1].sum())

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 import yaml
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
 from recipes import collectives
@@ -30,8 +30,10 @@ from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
 from recipes.engine import Engine
+from recipes.groups import enter, leave
 from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
+from recipes.plan.size import total_parameters
 from recipes.telemetry.console import NoProgress, loss_table, open_progress
 from recipes.telemetry.environment import describe_environment
 from recipes.telemetry.jsonl import MetricsFile, NoMetrics
@@ -39,7 +41,7 @@ from recipes.telemetry.profiler import NoProfile, ProfileWindow
 from recipes.telemetry.summary import write_json
 from recipes.telemetry.throughput import StepTimer
 from recipes.telemetry.wandb_run import open_run
-from recipes.topology import Layout
+from recipes.topology import Role, layout_of
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
 from recipes.train.resume import check_resumable
@@ -60,6 +62,7 @@ def run(config: Config, ranks: Ranks) -> None:
     if ranks.rank == 0:
         job.write_summary(time.monotonic() - started)
     job.engine.close()
+    leave()
     collectives.stop()
     job.stop.restore()
     if job.stop.signal is not None:
@@ -73,14 +76,16 @@ def start_process(config: Config, ranks: Ranks) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     os.environ.update(ranks.environment())
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps communication in launch order
     apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
     collectives.start()
     hashes = set(collectives.gather_json(config_hash(config)))
     if len(hashes) > 1:
         raise ValueError("the ranks were given different settings; start all of them with the same overrides")
-    parallel_state.initialize_model_parallel()
-    # Dropout differs between data-parallel ranks, which hold different samples of one batch.
-    seed = config.run.seed + 100_003 * ranks.rank
+    groups = enter(layout_of(config, ranks.world_size))
+    # Dropout differs between data-parallel ranks, which hold different samples of one batch; inside the matrices that
+    # tensor-parallel ranks share, megatron-core's tracker makes it differ between those too.
+    seed = config.run.seed + 100_003 * groups.index(Role.dp)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -98,9 +103,9 @@ class Job:
         self.protected = [] if checkpoint is None else [checkpoint.path]
         self.first_step = 1 if checkpoint is None else checkpoint.step + 1
         self.guard = SpikeGuard(config.train)
-        layout = Layout(ranks.world_size, config.parallel.expert_model_parallel_size)
-        self.model = GPT(config, layout).to(self.device)
-        self.engine = Engine(self.model, registry(self.model, config), config, ranks.world_size)
+        self.layout = layout_of(config, ranks.world_size)
+        self.model = GPT(config, self.layout).to(self.device)
+        self.engine = Engine(self.model, registry(self.model, config), config)
         self._open_data()
         notes = [] if checkpoint is None else self._resume(checkpoint)
         self._open_telemetry(checkpoint, notes)  # after all that may fail, so that no W&B run is left open
@@ -119,8 +124,8 @@ class Job:
                 config.model.seq_length,
                 config.train.eval_samples,
                 config.train.micro_batch_size,
-                self.ranks.rank,
-                self.ranks.world_size,
+                self.layout.index(Role.dp, self.ranks.rank),
+                self.layout.data_parallel_size,
             )
             for domain in self.dataset.domains
             if config.train.eval_samples and self.dataset.domains[domain]["valid"].tokens
@@ -140,7 +145,7 @@ class Job:
         self.wandb = open_run(self.folder, config.telemetry, rank_zero, run_id, to_plain(config))
         folder, window = self.folder / "profile", config.telemetry.profile_steps
         self.profile = NoProfile() if window is None else ProfileWindow(window[0], window[1], folder, self.ranks.rank)
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parameters = total_parameters(config)
         names = [line.split()[1] for line in applied()]
         self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
         self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
@@ -155,7 +160,8 @@ class Job:
             self.model.moe.load(trainer["moe"])
         notes = [f"resumed from {checkpoint.path}; the next step is {self.first_step}"]
         if not load_engine(checkpoint, self.engine):
-            notes.append(f"it was written by {trainer['world_size']} ranks: dropout starts from fresh seeds")
+            ranks = f"{trainer['world_size']} ranks, tensor-parallel {trainer.get('tensor_parallel_size', 1)}"
+            notes.append(f"it was written by {ranks}: dropout starts from fresh seeds")
         return notes
 
     def stop_requested(self) -> bool:
@@ -182,7 +188,7 @@ class Job:
         summary = {
             "name": self.config.run.name,
             "steps": self.last_values.get("consumed_samples", 0) // self.config.train.global_batch_size,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": total_parameters(self.config),
             "world_size": self.ranks.world_size,
             "seconds": seconds,
             "tokens_per_second": self.timer.smoothed_tokens_per_second,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.checkpoint.save import save
 from recipes.config import Config, to_plain
 from recipes.data.loader import global_batch
+from recipes.topology import Role
 from recipes.train.batch import model_inputs
 from recipes.train.evaluate import evaluate
 from recipes.train.schedule import learning_rate
@@ -58,8 +59,8 @@ def _fetch(job: Job, step: int) -> list[dict[str, Any]]:
         step - 1,
         job.config.train.micro_batch_size,
         job.engine.accumulation_steps,
-        job.ranks.rank,
-        job.ranks.world_size,
+        job.layout.index(Role.dp, job.ranks.rank),
+        job.layout.data_parallel_size,
     )
     return [model_inputs(tokens_BS1, job.dataset.eod, job.config.data, job.device) for tokens_BS1 in batches]
 
@@ -101,7 +102,8 @@ def save_checkpoint(job: Job, step: int) -> Path:
         "step": step,
         "consumed_samples": step * config.train.global_batch_size,
         "applied_steps": job.engine.applied_steps,
-        "world_size": job.ranks.world_size,
+        "world_size": job.layout.world_size,
+        "tensor_parallel_size": job.layout.tensor_parallel_size,
         "guard": job.guard.state(),
         "moe": None if job.model.moe is None else job.model.moe.state(),
         "wandb_run_id": job.wandb.run_id,

@@ -30,8 +30,9 @@ def train_step(
     The loss is the sum over valid tokens divided by their number in the whole step, over all ranks and micro-batches, so
     that neither how the batch is cut nor how many tokens are masked in a part of it changes the gradient.
     """
+    leads = float(engine.groups.leads)
     tokens = torch.stack([valid_tokens(inputs).sum() for inputs in micro_batches]).sum()
-    global_tokens = max(int(collectives.sum_over_ranks(tokens)), 1)
+    global_tokens = max(int(collectives.sum_over_ranks(tokens * int(leads))), 1)
     sums = torch.zeros(2, dtype=torch.float64, device=tokens.device)
     sums[1] = float(stop_requested)
     for inputs in micro_batches:
@@ -44,5 +45,6 @@ def train_step(
         engine.step(lr)
     else:
         engine.skip()
+    sums[0] *= leads
     nll, stops = collectives.sum_over_ranks(sums).tolist()
     return StepResult(nll / global_tokens, norm, skipped, stops > 0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.logical import Piece, assemble
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -26,13 +27,13 @@ def worst(result: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -
 
 
 def merged(results: list[list[dict[str, Any]]], number: int, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of all ranks of one case; what several ranks hold must be the same bits."""
-    union: dict[str, torch.Tensor] = {}
+    """The tensors of one case from the pieces of all ranks; what several ranks hold must be the same bits."""
+    union: dict[tuple[str, tuple[int, ...]], tuple[Piece, torch.Tensor]] = {}
     for rank in results:
-        for name, tensor in rank[number][key].items():
-            assert name not in union or torch.equal(union[name], tensor), f"case {number}: replicas of {name} differ"
-            union[name] = tensor
-    return union
+        for piece, tensor in rank[number][key]:
+            _, known = union.setdefault((piece.name, piece.offsets), (piece, tensor))
+            assert torch.equal(known, tensor), f"case {number}: replicas of {piece.name} differ"
+    return assemble(union.values())
 
 
 def check(results: list[list[dict[str, Any]]], bound: float) -> None:
@@ -81,7 +82,7 @@ def test_a_doubled_gradient_is_caught_and_named(run_ranks, fault):
     cases = [{"config": tiny_config(zero__stage=1, train__micro_batch_size=2), "fault": fault}]
     results = run_ranks("gradient_cases", 2, cases)
     # Doubling acts on the fused parameter, so a neighbour in it may be the worst.
-    error, name = worst(results[0][0]["grads"], results[0][0]["reference"]["grads"])
+    error, name = worst(merged(results, 0, "grads"), results[0][0]["reference"]["grads"])
     assert error == pytest.approx(1.0, rel=1e-3)
     assert name.rsplit(".", 2)[0] == fault.rsplit(".", 2)[0]
     with pytest.raises(AssertionError, match=r"gradient of .* is off by 1\.00e\+00"):

@@ -62,13 +62,13 @@ def layer_case(backend: MoeBackend, tokens: list[int], routing: str, topk: int, 
 def layer_on_ranks(rank: int, world_size: int, cases: list[LayerCase]) -> list[dict[str, Any]]:
     """This rank's outputs, gradients and the metrics of one training step, and its output in evaluation."""
     from recipes.launcher import rank_environment
-    from recipes.topology import Layout
+    from recipes.topology import layout_of
     from recipes.train.job import start_process
 
     start_process(tiny_config(), rank_environment(os.environ))
     results = []
     for case in cases:
-        layout = Layout(world_size, case.config.parallel.expert_model_parallel_size)
+        layout = layout_of(case.config, world_size)
         layer = build(case.config, case.weights, layout)
         x, pull = (whole.split(case.tokens)[rank] for whole in case.inputs())
         x = x.clone().requires_grad_()
@@ -204,15 +204,15 @@ def engine_on_ranks(rank: int, world_size: int, cases: list[EngineCase]) -> list
     from recipes.engine import Engine
     from recipes.launcher import rank_environment
     from recipes.model.gpt import GPT, registry
-    from recipes.topology import Layout
+    from recipes.topology import layout_of
     from recipes.train.job import start_process
 
     start_process(tiny_config(), rank_environment(os.environ))
     results = []
     for case in cases:
-        model = GPT(case.config, Layout(world_size, case.config.parallel.expert_model_parallel_size))
+        model = GPT(case.config, layout_of(case.config, world_size))
         crowd(model)
-        engine = Engine(model, registry(model, case.config), case.config, world_size)
+        engine = Engine(model, registry(model, case.config), case.config)
         result: dict[str, Any] = {}
         for step in range(3):
             engine.backward(part_of_loss(engine, case.batches(step), rank))
@@ -276,7 +276,7 @@ def evaluate_on_ranks(rank: int, world_size: int, config: Config, data: str, sam
     from recipes.data.loader import EvalSet
     from recipes.launcher import rank_environment
     from recipes.model.gpt import GPT
-    from recipes.topology import Layout
+    from recipes.topology import layout_of
     from recipes.train.evaluate import evaluate
     from recipes.train.job import start_process
 
@@ -285,7 +285,7 @@ def evaluate_on_ranks(rank: int, world_size: int, config: Config, data: str, sam
     sets = {
         domain: EvalSet(dataset.open(domain, "valid"), 16, samples, 1, rank, world_size) for domain in dataset.domains
     }
-    model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
+    model = GPT(config, layout_of(config, world_size))
     losses = evaluate(model, sets, dataset.eod, config.data)
     config.moe.backend = MoeBackend.grouped
     alone = GPT(config).eval()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipes.config import Config, MoeBackend, OptimizerName
-from recipes.topology import Layout
+from recipes.topology import Layout, Role, layout_of
 from tests.tiny import tiny_config, tiny_moe_config
 
 pytestmark = pytest.mark.distributed
@@ -28,10 +28,10 @@ HERE = "tests.distributed.test_moe_groups"
     ],
 )
 def test_groups(world_size, size, together, replicas):
-    layout = Layout(world_size, size)
-    assert layout.expert_parallel_groups() == together
-    assert layout.expert_data_parallel_groups() == replicas
-    assert all(layout.expert_parallel_rank(rank) == group.index(rank) for group in together for rank in group)
+    layout = Layout(world_size, expert_parallel_size=size)
+    assert layout.groups(Role.ep) == together
+    assert layout.groups(Role.edp) == replicas
+    assert all(layout.index(Role.ep, rank) == group.index(rank) for group in together for rank in group)
 
 
 def start(rank: int) -> None:
@@ -50,7 +50,7 @@ def initial_digests(rank: int, world_size: int, config: Config, equal_experts: b
         draw = gpt.initial_value
         zeroth = lambda tensor: type(tensor)(_of_expert_zero(tensor.name), tensor.shape, tensor.std, tensor.init)  # noqa: E731
         gpt.initial_value = lambda tensor, seed: draw(zeroth(tensor), seed)
-    model = gpt.GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
+    model = gpt.GPT(config, layout_of(config, world_size))
     entries = gpt.registry(model, config)
     return {
         piece.name: hashlib.sha256(piece.read(entry.parameter.detach()).contiguous().numpy().tobytes()).hexdigest()
@@ -109,17 +109,15 @@ def optimizer_groups(rank: int, world_size: int, configs: list[Config]) -> list[
     """The optimizer's groups before and behind the engine, and which weights one step of rate 0.1 moved."""
     from recipes.engine import Engine
     from recipes.engine.settings import make_optimizer
-    from recipes.logical import logical_tensors
     from recipes.model.gpt import GPT, registry
 
     start(rank)
     outcomes = []
     for config in configs:
-        model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
+        model = GPT(config, layout_of(config, world_size))
         entries = registry(model, config)
         names = {id(entry.parameter): entry.name for entry in entries}
-        decays = {name: tensor.weight_decay for name, tensor in logical_tensors(config).items()}
-        optimizer = make_optimizer(config, entries, decays)
+        optimizer = make_optimizer(config, entries)
         outcome: dict[str, Any] = {
             "groups": [
                 (group["name"], group["weight_decay"], group.get("moe", False), [names[id(p)] for p in group["params"]])
@@ -127,14 +125,16 @@ def optimizer_groups(rank: int, world_size: int, configs: list[Config]) -> list[
             ],
             "trainable": [names[id(p)] for p in model.parameters() if p.requires_grad],
         }
-        engine = Engine(model, entries, config, world_size)
+        engine = Engine(model, entries, config)
         outcome["behind"] = [(group["name"], group["weight_decay"]) for group in engine.optimizer.param_groups]
-        before = {name: tensor.clone() for name, tensor in engine.master_weights().items()}
+        before = {piece.name: tensor for piece, tensor in engine.master_weights()}
         ids = torch.randint(0, 60, (1, 17), generator=torch.Generator().manual_seed(rank))
         engine.backward(engine(ids[:, :-1], ids[:, 1:].contiguous()).sum() / (16 * world_size))
         engine.gradient_norm()
         engine.step(0.1)
-        outcome["moved"] = [name for name, now in engine.master_weights().items() if not torch.equal(now, before[name])]
+        outcome["moved"] = [
+            piece.name for piece, now in engine.master_weights() if not torch.equal(now, before[piece.name])
+        ]
         outcome["held"] = list(before)
         outcome["counts"] = model.moe.finish_step()["moe/tokens_per_expert"]
         engine.close()

@@ -23,9 +23,10 @@ from recipes.data.dataset import load_dataset
 from recipes.data.loader import global_batch, step_indices
 from recipes.data.synthetic import write_dataset
 from recipes.engine import Engine
+from recipes.groups import enter
 from recipes.launcher import Ranks, rank_environment
 from recipes.model.gpt import GPT, registry
-from recipes.topology import Layout
+from recipes.topology import Layout, Role, layout_of
 from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
 
@@ -74,29 +75,35 @@ def moe_report(model: GPT) -> dict[str, Any]:
 
 def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault: str | None) -> dict[str, Any]:
     """The same from our engine on this rank's share of the batch. `fault`: see test_gradients."""
-    model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
+    layout = layout_of(config, world_size)
+    model = GPT(config, layout)
     entries = registry(model, config)
     for entry in entries:
         if fault in {piece.name for piece in entry.pieces}:
             entry.parameter.register_hook(lambda grad: 2 * grad)
-    engine = Engine(model, entries, config, world_size)
+    engine = Engine(model, entries, config)
     if fault == "norm":
-        parts = engine._own_gradients
-        engine._own_gradients = lambda experts: parts(experts)[: -1 if experts else None]
+        parts = engine._gradient_parts
+        engine._gradient_parts = lambda: [(copies, tensors[:-1]) for copies, tensors in parts()]
     tokens = tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     total, loss = mask.sum(), 0.0
-    for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, rank, world_size):
+    for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank)):
         part = tokens[row]
         nll = engine(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[row]).sum() / total
         engine.backward(nll)
-        loss += nll.item()
+        loss += nll.item() * model.groups.leads
     norm = engine.gradient_norm()
     grads = engine.gradients()
     engine.step(config.optimizer.lr)
     result = {"loss": loss, "grads": grads, "norm": norm, "weights": engine.master_weights(), "moe": moe_report(model)}
     engine.close()
     return result
+
+
+def data_place(layout: Layout, rank: int) -> tuple[int, int]:
+    """Which of how many data-parallel parts of the batch a rank reads."""
+    return layout.index(Role.dp, rank), layout.data_parallel_size
 
 
 def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,11 +113,14 @@ def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> l
     for case in cases:
         config = copy.deepcopy(case["config"])
         result = engine_step(config, rank, world_size, case.get("masked", False), case.get("fault"))
-        if rank == 0:
-            config.train.precision = Precision.fp32
-            config.moe.backend = MoeBackend.grouped
-            result["reference"] = reference(config, world_size, case.get("masked", False))
         results.append(result)
+    enter(Layout(world_size))  # a model that a rank has for itself needs a layout without tensor parallelism
+    for case, result in zip(cases, results, strict=True):
+        if rank == 0:
+            config = copy.deepcopy(case["config"])
+            config.train.precision, config.moe.backend = Precision.fp32, MoeBackend.grouped
+            dp_size = layout_of(config, world_size).data_parallel_size
+            result["reference"] = reference(config, dp_size, case.get("masked", False))
     return results
 
 
@@ -130,8 +140,8 @@ def resave(rank: int, world_size: int, config: Config, stage: int, folder: str) 
     source = open_checkpoint(Path(config.run.dir) / "checkpoints" / f"step_{config.train.steps:08d}")
     config.zero.stage, config.train.micro_batch_size = stage, 1
     start_process(config, rank_environment(os.environ))
-    model = GPT(config, Layout(world_size, config.parallel.expert_model_parallel_size))
-    engine = Engine(model, registry(model, config), config, world_size)
+    model = GPT(config, layout_of(config, world_size))
+    engine = Engine(model, registry(model, config), config)
     load_engine(source, engine)
     path = save(Path(folder) / "checkpoints", source.step, engine, source.trainer, keep=1, protect=[])
     return str(path)
@@ -150,8 +160,8 @@ def skip_cases(rank: int, world_size: int, cases: list[Config]) -> list[dict[str
     for config in cases:
         outcome: dict[str, Any] = {}
         for run_name, script in (("plain", "0 1 2"), ("skipping", "0 skip 1 infinite 2")):
-            model = GPT(config)
-            engine = Engine(model, registry(model, config), config, world_size)
+            model = GPT(config, layout_of(config, world_size))
+            engine = Engine(model, registry(model, config), config)
             for action in script.split():
                 tokens = tiny_tokens(config, step=int(action) if action.isdigit() else 7)
                 for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, rank, world_size):

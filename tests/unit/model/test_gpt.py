@@ -155,7 +155,7 @@ def test_positions_without_a_mask_change_the_attention_across_documents():
 
 @forked
 def test_loss_is_cross_entropy_in_fp32_with_its_gradient():
-    from recipes.model.gpt import token_losses
+    from recipes.model.loss import token_losses
 
     logits = torch.randn(5, 3, 11, requires_grad=True)
     labels = torch.randint(0, 11, (3, 5))

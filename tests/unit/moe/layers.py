@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recipes.config import Config
-from recipes.logical import Piece, block_pieces, logical_tensors
+from recipes.logical import Piece, Place, block_pieces, logical_tensors
 from recipes.topology import Layout
 from tests.tiny import tiny_moe_config
 
@@ -37,10 +37,11 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def build(config: Config, weights: dict[str, torch.Tensor], layout: Layout | None = None) -> MoeLayer:
     """Layer 0 with the given weights in fp32; its context is `layer.context`."""
+    from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.moe.layer import MoeLayer
 
-    context = MoeContext(config, layout or Layout(1))
+    context = MoeContext(config, enter(layout or Layout(1)))
     layer = MoeLayer(SimpleNamespace(params_dtype=torch.float32), config, context, 0)
     with torch.no_grad():
         for name, parameter, piece in pieces(layer, config):
@@ -50,11 +51,11 @@ def build(config: Config, weights: dict[str, torch.Tensor], layout: Layout | Non
 
 def pieces(layer: MoeLayer, config: Config) -> list[tuple[str, torch.nn.Parameter, Piece]]:
     """(short name, parameter, piece) of all weights that this rank holds."""
-    first = layer.context.first_expert
+    place = Place(first_expert=layer.context.first_expert)
     return [
         (_short(piece.name), parameter, piece)
         for name, parameter in layer.named_parameters()
-        for piece in block_pieces(config, 0, f"mlp.{name}", tuple(parameter.shape), first)
+        for piece in block_pieces(config, 0, f"mlp.{name}", tuple(parameter.shape), place)
     ]
 
 

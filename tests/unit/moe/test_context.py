@@ -120,11 +120,12 @@ def test_recorded_losses_are_means_over_layers_of_the_oracles():
 def test_state_is_json_and_comes_back():
     import json
 
+    from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.topology import Layout
 
     config = tiny_moe_config()
-    first, second = MoeContext(config, Layout(1)), MoeContext(config, Layout(1))
+    first, second = MoeContext(config, enter(Layout(1))), MoeContext(config, enter(Layout(1)))
     first.previous_NE.copy_(torch.tensor([[5, 0, 2**40, 1]]))
     second.load(json.loads(json.dumps(first.state())))
     assert torch.equal(first.previous_NE, second.previous_NE) and second.previous_NE.dtype == torch.int64

@@ -164,13 +164,14 @@ def test_a_bf16_layer_routes_in_fp32(backend):
     """bf16 scores would tie (see test_router) and take expert 0."""
     from types import SimpleNamespace
 
+    from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.moe.layer import MoeLayer
     from recipes.topology import Layout
 
     config = layer_config(1, 1, moe__backend=backend, moe__moe_router_topk=1, moe__moe_router_pre_softmax=True)
     config.model.hidden_size, config.moe.num_moe_experts = 2, 2
-    layer = MoeLayer(SimpleNamespace(params_dtype=torch.bfloat16), config, MoeContext(config, Layout(1)), 0)
+    layer = MoeLayer(SimpleNamespace(params_dtype=torch.bfloat16), config, MoeContext(config, enter(Layout(1))), 0)
     with torch.no_grad():
         for name, parameter, piece in pieces(layer, config):
             value = torch.ones(piece.shape) * (0 if name.startswith("experts.0") else 1)
