@@ -116,7 +116,8 @@ class Layout:
 
     def group_of(self, role: Role, rank: int) -> list[int]:
         """The group of this role that `rank` is in."""
-        return next(group for group in self.groups(role) if rank in group)
+        places = self._coordinates(rank, _DENSE_AXES if role in _DENSE_AXES else _EXPERT_AXES)
+        return [self.rank_at(places | {role: place}) for place in range(self.size(role))]
 
 
 @dataclass(frozen=True)
