@@ -188,7 +188,9 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1  # ranks that share each layer's matrices
     sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between the matrices
     expert_model_parallel_size: int = 1  # ranks that share the experts of a layer out
-    expert_tensor_parallel_size: int | None = None  # ranks that share each expert's matrices; null: as the layer's, or 1
+    expert_tensor_parallel_size: int | None = (
+        None  # ranks that share each expert's matrices; null: as the layer's, or 1
+    )
 
 
 @dataclass

@@ -30,6 +30,9 @@ def moe_training_config(data: Path, folder: Path, **changes: Any) -> Config:
     moe.aux_loss_scope = AuxLossScope.global_batch
     moe.backend = changes.pop("backend", MoeBackend.grouped)
     config.parallel.expert_model_parallel_size = changes.pop("expert_parallel", 2)
+    config.parallel.tensor_model_parallel_size = changes.pop("tensor_parallel", 1)
+    config.parallel.sequence_parallel = config.parallel.tensor_model_parallel_size > 1
+    config.parallel.expert_tensor_parallel_size = 1
     config.train.precision = changes.pop("precision", Precision.fp32)
     assert not changes
     return config
@@ -71,6 +74,7 @@ CASES = [
     {"expert_parallel": 2, "backend": MoeBackend.deepspeed},
     {"expert_parallel": 2, "stage": 0},
     {"expert_parallel": 2, "stage": 2, "precision": Precision.bf16},
+    {"expert_parallel": 2, "tensor_parallel": 2},
 ]
 
 
@@ -114,18 +118,21 @@ def test_layouts_and_backends_write_the_same_tensors(run_ranks, tiny_data, tmp_p
     assert names == logical_tensors(config).keys()
     experts = [name for name in names if ".experts." in name]
     assert len(experts) == 4 * 3 and len({expected[f"model:{name}"] for name in experts}) == 12
-    for world_size, expert_parallel, stage, backend in (
-        (2, 2, 1, MoeBackend.grouped),
-        (2, 2, 0, MoeBackend.deepspeed),
-        (2, 1, 2, MoeBackend.deepspeed),
-        (1, 1, 1, MoeBackend.deepspeed),
-        (4, 2, 2, MoeBackend.grouped),
-        (4, 4, 1, MoeBackend.grouped),
-        (4, 4, 1, MoeBackend.deepspeed),
+    for world_size, layout, stage, backend in (
+        (2, {"expert": 2}, 0, MoeBackend.deepspeed),
+        (2, {"expert": 1}, 2, MoeBackend.deepspeed),
+        (1, {"expert": 1}, 1, MoeBackend.deepspeed),
+        (4, {"expert": 2}, 2, MoeBackend.grouped),
+        (4, {"expert": 4}, 1, MoeBackend.deepspeed),
+        (2, {"tensor": 2, "expert": 1, "expert_tensor": 2}, 0, MoeBackend.grouped),
+        (4, {"tensor": 2, "expert": 4, "expert_tensor": 1}, 1, MoeBackend.grouped),
+        (4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, 2, MoeBackend.deepspeed),
     ):
         other = copy.deepcopy(config)
-        other.parallel.expert_model_parallel_size, other.moe.backend = expert_parallel, backend
-        target = tmp_path / f"{world_size}-{expert_parallel}-{stage}-{backend.name}"
+        other.moe.backend = backend
+        for key, size in layout.items():
+            setattr(other.parallel, f"{key}_{'model_parallel' if key != 'expert_tensor' else 'parallel'}_size", size)
+        target = tmp_path / f"{world_size}-{layout}-{stage}-{backend.name}"
         run_ranks("resave", world_size, other, stage, str(target))
         assert digests(target) == expected, target.name
 
