@@ -171,6 +171,7 @@ class MoeConfig:
     moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
     moe_router_topk: int = 1  # experts per token
     moe_router_pre_softmax: bool = True  # gates from the softmax over all experts; false: over the chosen ones
+    moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of all others'
     moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss
     aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
     moe_z_loss_coeff: float = 0.0  # weight of each layer's router z-loss

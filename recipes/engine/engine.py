@@ -121,7 +121,7 @@ class Engine:
     def step(self, lr: float) -> None:
         """Clip and update with learning rate `lr`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self.clip_grad and not isinstance(
             self.wrapper, DeepSpeedZeroOptimizer
         ):  # which clips by the norm given to it

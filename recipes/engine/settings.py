@@ -55,19 +55,23 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 def make_optimizer(config: Config, parameters: list[LocalParameter]) -> torch.optim.Optimizer:
     """AdamW or SGD.
 
-    Groups: decay and no decay, each again of what is divided over tensor-parallel ranks, and of experts. The name of a group
-    of experts must be DeepSpeed's key of their process groups.
+    Groups: decay and no decay, each again of what is divided over tensor-parallel ranks, routers, and experts, whose name must
+    be DeepSpeed's key of their process groups. A group's learning rate is `lr_scale` times that of the step.
     """
     settings = config.optimizer
     groups: dict[str, dict[str, Any]] = {}
     for entry in parameters:
         decay, experts = entry.weight_decay, is_moe_param(entry.parameter)
         name = ("decay" if decay else "no_decay") + ("_sharded" if entry.sharded else "")
+        router = bool(entry.pieces) and entry.pieces[0].name.endswith(".moe.router.weight")
+        if router:
+            name = "router"
         if experts:
             name = entry.parameter.group_name  # type: ignore[attr-defined]
             assert decay
         weight_decay = settings.weight_decay if decay else 0.0
         group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
+        group["lr_scale"] = config.moe.moe_router_lr_scale if router else 1.0
         group["params"].append(entry.parameter)
         if experts:
             group["moe"] = True

@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "moe.moe_ffn_hidden_size": (1, 10**7),
     "moe.moe_shared_expert_intermediate_size": (1, 10**7),
     "moe.moe_router_topk": (1, 10**5),
+    "moe.moe_router_lr_scale": (0, None),
     "moe.moe_aux_loss_coeff": (0, None),
     "moe.moe_z_loss_coeff": (0, None),
     "moe.moe_min_capacity": (0, 10**9),
