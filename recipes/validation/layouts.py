@@ -25,7 +25,7 @@ def layout_problems(config: Config, world_size: int) -> Problems:
     """Every contradiction between the groups `parallel`, `model` and `moe` and the number of ranks."""
     rank_problems = list(_ranks(config, world_size))
     yield from rank_problems
-    yield from _tensor_parallel(config)
+    yield from _tensor_parallel(config, world_size)
     if config.moe.num_moe_experts is None:
         return  # check_experts has refused settings that have no effect then
     yield from _expert_tensor(config)
@@ -126,7 +126,7 @@ def _divided_by_tensor(config: Config) -> Iterator[tuple[str, int, str]]:
     if model.num_query_groups is not None:
         yield "model.num_query_groups", model.num_query_groups, ""
     if len(moe_layers(config)) < model.num_layers:
-        yield _ffn_key(config), ffn_width(model), ""
+        yield "model.ffn_hidden_size", ffn_width(model), "derived from null" if model.ffn_hidden_size is None else ""
     if parallel.sequence_parallel:
         yield "model.seq_length", model.seq_length, "parallel.sequence_parallel=true shares the tokens out"
     elif config.moe.num_moe_experts is not None and expert_tensor_size(config) == 1:
@@ -134,44 +134,48 @@ def _divided_by_tensor(config: Config) -> Iterator[tuple[str, int, str]]:
         yield "model.seq_length", model.seq_length, why
 
 
-def _ffn_key(config: Config) -> str:
-    return "model.ffn_hidden_size" + (" (null: derived)" if config.model.ffn_hidden_size is None else "")
+def _expert_widths(config: Config) -> dict[str, int]:
+    """What expert-tensor-parallel ranks share evenly, by key."""
+    moe = config.moe
+    widths = {f"{'model.' if moe.moe_ffn_hidden_size is None else 'moe.moe_'}ffn_hidden_size": expert_width(config)}
+    if moe.moe_shared_expert_intermediate_size is not None:
+        widths["moe.moe_shared_expert_intermediate_size"] = moe.moe_shared_expert_intermediate_size
+    return widths
 
 
-def _tensor_sizes(config: Config, *more: int) -> list[int]:
-    """Tensor-parallel sizes that divide all that they must, and the numbers `more`."""
-    return divisors(math.gcd(*(value for _, value, _ in _divided_by_tensor(config)), *more))
+def _tensor_sizes(config: Config, world_size: int) -> list[int]:
+    """Tensor-parallel sizes that divide all that they must."""
+    shared = [value for _, value, _ in _divided_by_tensor(config)]
+    if config.moe.num_moe_experts is not None and config.parallel.expert_tensor_parallel_size is None:
+        shared += _expert_widths(config).values()
+    return divisors(math.gcd(world_size, *shared))
 
 
-def _tensor_parallel(config: Config) -> Problems:
+def _tensor_parallel(config: Config, world_size: int) -> Problems:
     size = config.parallel.tensor_model_parallel_size
-    shown, legal = f"parallel.tensor_model_parallel_size={size}", _tensor_sizes(config)
+    shown, legal = f"parallel.tensor_model_parallel_size={size}", _tensor_sizes(config, world_size)
     for key, value, why in _divided_by_tensor(config):
         if value % size:
             reason = f" ({why})" if why else ""
-            yield f"{shown} must divide {key}={value}{reason}; use {_one_of(legal)}, or another {key.split()[0]}"
+            yield f"{shown} must divide {key}={value}{reason}; use {_one_of(legal)}, or another {key}"
     if config.parallel.sequence_parallel and size == 1:
         larger = [number for number in legal if number > 1]
-        use = f"use {_one_of(larger)}, or " if larger else "use "
+        way_out = f"set that size to {_one_of(larger)}, or " if larger else ""
         reason = "it shares tokens among tensor-parallel ranks"
-        yield f"parallel.sequence_parallel=true with {shown}: {reason}; {use}parallel.sequence_parallel=false"
+        yield f"parallel.sequence_parallel=true with {shown}: {reason}; {way_out}use parallel.sequence_parallel=false"
 
 
 def _expert_tensor(config: Config) -> Problems:
     """The size of the groups that share an expert's matrices, and what they divide."""
     size, tensor = expert_tensor_size(config), config.parallel.tensor_model_parallel_size
-    legal = sorted({1, tensor})
-    if size not in legal:
+    widths = _expert_widths(config)
+    if size not in (1, tensor):
+        legal = [number for number in sorted({1, tensor}) if all(width % number == 0 for width in widths.values())]
         limit = f"1 or parallel.tensor_model_parallel_size={tensor}"
-        way_out = f"use {_one_of(legal)}, or null"
-        yield f"parallel.expert_tensor_parallel_size={size} must be {limit}; {way_out}"
+        yield f"parallel.expert_tensor_parallel_size={size} must be {limit}; use {_one_of(legal)}"
         return
     derived = " (null: tensor_model_parallel_size)" if config.parallel.expert_tensor_parallel_size is None else ""
     shown = f"parallel.expert_tensor_parallel_size={size}{derived}"
-    key = _ffn_key(config) if config.moe.moe_ffn_hidden_size is None else "moe.moe_ffn_hidden_size"
-    widths = {key: expert_width(config)}
-    if config.moe.moe_shared_expert_intermediate_size is not None:
-        widths["moe.moe_shared_expert_intermediate_size"] = config.moe.moe_shared_expert_intermediate_size
     for key, width in widths.items():
         yield from divisible(key, width, shown, size, ", or use parallel.expert_tensor_parallel_size=1")
 

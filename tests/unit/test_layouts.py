@@ -1,0 +1,326 @@
+"""Layouts: illegal ones are refused with their numbers, the legal ones listed, and what is accepted can be built.
+
+Legality is judged here a second time, by sums of the test's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import re
+
+import pytest
+
+from recipes.config import Config
+from recipes.topology import Layout, layout_of
+from recipes.validation import prepare, problems
+from recipes.validation.layouts import layout_problems, legal_layouts, with_layout
+from tests.tiny import change, tiny_config, tiny_moe_config
+
+EXPERTS = {"moe__num_moe_experts": 8, "moe__moe_ffn_hidden_size": 24}
+
+
+def _problems(config: Config, world_size: int, tmp_path) -> list[str]:
+    config.data.path = None
+    return problems(config, world_size, launch_dir=tmp_path, dry_run=True)
+
+
+def _config(**changes) -> Config:
+    """4 heads, 2 key/value heads, width 48, 16 tokens; 8 sequences per step, one by one."""
+    return tiny_config(**{"train__micro_batch_size": 1} | changes)
+
+
+# Changes -> ranks -> what the one message must say.
+TP2 = {"parallel__tensor_model_parallel_size": 2}
+TP4 = {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 4}
+CASES = [
+    (
+        TP2 | {"parallel__data_parallel_size": 2},
+        2,
+        ["data_parallel_size=2 x tensor_model_parallel_size=2 = 4 ranks", "2 processes were started", "start 4, or", "null"],
+    ),
+    (
+        TP2 | {"parallel__data_parallel_size": 2},
+        3,
+        ["= 4 ranks but 3 processes were started; start 4"],
+    ),
+    (TP2, 1, ["tensor_model_parallel_size=2", "1 process was started", "use 1, or start 2"]),
+    (TP4, 6, ["tensor_model_parallel_size=4", "6 processes were started", "one of 1, 2, or start 4"]),
+    (TP2 | {"train__global_batch_size": 3}, 4, ["=3", "micro_batch_size=1 x data-parallel 2 = 2", "try 2 or 4"]),
+    (TP4 | {"model__num_query_groups": 2}, 4, ["size=4 must divide model.num_query_groups=2; use one of 1, 2"]),
+    (
+        TP4 | {"model__num_attention_heads": 6, "model__num_query_groups": None, "model__kv_channels": 8},
+        4,
+        ["size=4 must divide model.num_attention_heads=6; use one of 1, 2, or another model.num_attention_heads"],
+    ),
+    (TP4 | {"model__ffn_hidden_size": 46}, 4, ["size=4 must divide model.ffn_hidden_size=46; use one of 1, 2"]),
+    (
+        TP4 | {"model__ffn_hidden_size": None, "model__hidden_size": 24, "model__kv_channels": 6} | EXPERTS
+        | {"moe__moe_ffn_hidden_size": None, "parallel__expert_tensor_parallel_size": 3},
+        4,
+        ["expert_tensor_parallel_size=3 must be 1 or parallel.tensor_model_parallel_size=4; use one of 1, 4"],
+    ),
+    (
+        TP2 | {"model__seq_length": 15, "parallel__sequence_parallel": True},
+        2,
+        ["size=2 must divide model.seq_length=15", "sequence_parallel=true", "use 1, or another model.seq_length"],
+    ),
+    (
+        TP2 | EXPERTS | {"model__seq_length": 15, "parallel__expert_tensor_parallel_size": 1},
+        2,
+        ["size=2 must divide model.seq_length=15", "expert_tensor_parallel_size=1", "use 1"],
+    ),
+    (
+        {"parallel__sequence_parallel": True},
+        2,
+        ["sequence_parallel=true", "tensor_model_parallel_size=1", "set that size to 2, or use parallel.sequence_parallel=false"],
+    ),
+    (
+        {"parallel__sequence_parallel": True, "model__seq_length": 15},
+        2,
+        ["sequence_parallel=true", "tensor_model_parallel_size=1", "; use parallel.sequence_parallel=false"],
+    ),
+    (
+        {"parallel__expert_tensor_parallel_size": 2} | EXPERTS,
+        2,
+        ["expert_tensor_parallel_size=2 must be 1 or parallel.tensor_model_parallel_size=1; use 1"],
+    ),
+    (
+        TP2 | {"parallel__expert_tensor_parallel_size": 1},
+        2,
+        ["parallel.expert_tensor_parallel_size=1 has no effect in a dense model"],
+    ),
+    (
+        TP4 | EXPERTS | {"moe__moe_ffn_hidden_size": 26},
+        4,
+        ["moe_ffn_hidden_size=26", "expert_tensor_parallel_size=4 (null: tensor_model_parallel_size)", "24 or 28", "size=1"],
+    ),
+    (
+        TP4 | EXPERTS | {"moe__moe_shared_expert_intermediate_size": 6, "parallel__expert_tensor_parallel_size": 4},
+        4,
+        ["shared_expert_intermediate_size=6", "expert_tensor_parallel_size=4; try 4 or 8", "size=1"],
+    ),
+    (
+        TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 4},
+        4,
+        [
+            "parallel.expert_model_parallel_size=4 x expert_tensor_parallel_size=2 = 8 must divide 4 ranks",
+            "(data-parallel 2 x tensor-parallel 2); use one of 1, 2, or start 8 processes",
+            "parallel.data_parallel_size=4",
+        ],
+    ),
+    (
+        TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 8, "parallel__expert_tensor_parallel_size": 1},
+        4,
+        ["size=8 x expert_tensor_parallel_size=1 = 8 must divide 4 ranks", "use one of 1, 2, 4, or start 8"],
+    ),
+    (
+        TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 3, "moe__num_moe_experts": 9},
+        2,
+        ["size=3 x expert_tensor_parallel_size=2 = 6 must divide 2 ranks", "use 1, or start 6", "data_parallel_size=3"],
+    ),
+    (
+        TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 4, "moe__num_moe_experts": 6}
+        | {"parallel__expert_tensor_parallel_size": 1},
+        4,
+        ["moe.num_moe_experts=6 must be divisible by parallel.expert_model_parallel_size=4; try 4 or 8"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "world_size", "expected"), CASES, ids=[str(case[0]) for case in CASES])
+def test_each_problem_is_one_message_with_its_sum_and_a_way_out(changes, world_size, expected, tmp_path):
+    found = _problems(_config(**changes), world_size, tmp_path)
+    assert len(found) == 1, found
+    assert [part for part in expected if part not in found[0]] == [], found[0]
+
+
+def test_all_problems_of_a_layout_come_together(tmp_path):
+    config = _config(**TP4 | EXPERTS | {"model__num_query_groups": 2, "model__ffn_hidden_size": 46})
+    config.moe.moe_layer_freq, config.moe.moe_ffn_hidden_size, config.moe.num_moe_experts = 2, 26, 3
+    config.parallel.expert_model_parallel_size = 2
+    found = _problems(config, 4, tmp_path)
+    parts = ("num_query_groups=2", "ffn_hidden_size=46", "moe_ffn_hidden_size=26", "size=2 x", "num_moe_experts=3")
+    assert len(found) == len(parts) and all(any(part in message for message in found) for part in parts), found
+
+
+def _draw(random_: random.Random) -> tuple[Config, int]:
+    """A small description that is right in all that has nothing to do with its layout, and a number of ranks."""
+    pick = random_.choice
+    heads = pick([2, 4, 6, 8])
+    config = tiny_config(
+        model__num_attention_heads=heads,
+        model__num_query_groups=pick([None, *(n for n in (1, 2, 3, 4) if heads % n == 0)]),
+        model__kv_channels=8,
+        model__ffn_hidden_size=pick([32, 40, 46, 48]),
+        model__seq_length=pick([14, 15, 16, 24]),
+        train__micro_batch_size=pick([1, 2]),
+        train__global_batch_size=pick([4, 8, 12]),
+        parallel__tensor_model_parallel_size=pick([1, 1, 2, 2, 3, 4]),
+        parallel__sequence_parallel=random_.random() < 0.3,
+        parallel__data_parallel_size=pick([None, None, None, 1, 2, 4]),
+        zero__stage=pick([0, 1, 2]),
+    )
+    if random_.random() < 0.7:
+        change(
+            config,
+            {
+                "moe__num_moe_experts": pick([4, 6, 8, 9]),
+                "moe__moe_layer_freq": pick([1, 2]),
+                "moe__moe_ffn_hidden_size": pick([None, 18, 20, 24]),
+                "moe__moe_shared_expert_intermediate_size": pick([None, None, 10, 12]),
+                "parallel__expert_model_parallel_size": pick([1, 2, 2, 3, 4, 8]),
+                "parallel__expert_tensor_parallel_size": pick([None, 1, 1, 2, 4]),
+            },
+        )
+    return config, pick([1, 2, 2, 3, 4, 4, 6, 8, 8, 16])
+
+
+def _faults(config: Config, world_size: int) -> list[tuple[str, ...]]:
+    """What is wrong with a drawn layout: for each fault the numbers that a message must show together."""
+    model, moe, parallel, train = config.model, config.moe, config.parallel, config.train
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    tensor, etp = f"tensor_model_parallel_size={tp}", parallel.expert_tensor_parallel_size or tp
+    faults: list[tuple[str, ...]] = []
+
+    def must_divide(by: int, shown: str, value: int, key: str) -> None:
+        if value % by:
+            faults.append((shown, f"{key}={value}"))
+
+    ranks_are_known = world_size % tp == 0 and parallel.data_parallel_size in (None, world_size // tp)
+    if not ranks_are_known:
+        faults.append(
+            (f"{world_size} process", tensor if tp > 1 else f"data_parallel_size={parallel.data_parallel_size}")
+        )
+    elif train.global_batch_size % (train.micro_batch_size * world_size // tp):
+        product = f"= {train.micro_batch_size * (world_size // tp)}"
+        faults.append(
+            (f"train.global_batch_size={train.global_batch_size}", f"data-parallel {world_size // tp} {product}")
+        )
+    must_divide(tp, tensor, model.num_attention_heads, "model.num_attention_heads")
+    must_divide(tp, tensor, model.num_query_groups or tp, "model.num_query_groups")
+    experts_everywhere = moe.num_moe_experts is not None and moe.moe_layer_freq == 1
+    must_divide(tp, tensor, tp if experts_everywhere else model.ffn_hidden_size or 0, "model.ffn_hidden_size")
+    if parallel.sequence_parallel or (moe.num_moe_experts is not None and etp == 1):
+        must_divide(tp, tensor, model.seq_length, "model.seq_length")
+    if parallel.sequence_parallel and tp == 1:
+        faults.append(("sequence_parallel=true", tensor))
+    if moe.num_moe_experts is None:
+        return faults
+    must_divide(ep, f"expert_model_parallel_size={ep}", moe.num_moe_experts, "moe.num_moe_experts")
+    if etp not in (1, tp):
+        return [*faults, (f"expert_tensor_parallel_size={etp}", tensor)]
+    key = "ffn_hidden_size" if moe.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
+    shown = f"expert_tensor_parallel_size={etp}"
+    must_divide(etp, shown, moe.moe_ffn_hidden_size or model.ffn_hidden_size or 0, key)
+    must_divide(etp, shown, moe.moe_shared_expert_intermediate_size or etp, "moe_shared_expert_intermediate_size")
+    if ranks_are_known and world_size % (ep * etp):
+        product = f" x expert_tensor_parallel_size={etp} = {ep * etp}" if tp > 1 else ""
+        ranks = f"{world_size} ranks" if tp > 1 else f"data-parallel size {world_size}"
+        faults.append((f"expert_model_parallel_size={ep}{product}", ranks))
+    return faults
+
+
+def _check_ways_out(config: Config, world_size: int, found: list[str], tmp_path) -> None:
+    """A value that a message proposes is refused no more."""
+    for message in found:
+        if proposal := re.match(r"parallel\.(\w+)=.*; use (?:one of )?(\d+(?:, \d+)*)", message):
+            for number in proposal[2].split(", "):
+                changed = change(copy.deepcopy(config), {f"parallel__{proposal[1]}": int(number)})
+                again = [
+                    text
+                    for text in _problems(changed, world_size, tmp_path)
+                    if text.startswith(f"parallel.{proposal[1]}=")
+                ]
+                assert not again, (message, again)
+
+
+def test_300_illegal_layouts_are_refused_with_their_numbers_and_the_accepted_can_be_built(tmp_path):
+    random_, refused, accepted = random.Random(4), 0, 0
+    while refused < 300 or accepted < 60:
+        config, world_size = _draw(random_)
+        found, faults = _problems(config, world_size, tmp_path), _faults(config, world_size)
+        unexplained = [
+            numbers for numbers in faults if not any(all(n in message for n in numbers) for message in found)
+        ]
+        assert not unexplained, (unexplained, found)
+        assert bool(found) == bool(faults), found
+        if found:
+            refused += 1
+            _check_ways_out(config, world_size, found, tmp_path)
+            continue
+        accepted += 1
+        layout, prepared = layout_of(config, world_size), prepare(config, world_size, launch_dir=tmp_path)
+        assert prepared.parallel.data_parallel_size == layout.data_parallel_size
+        assert layout_of(prepared, world_size) == layout
+        assert layout in legal_layouts(config, world_size)
+    assert refused < 2000
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "count"),
+    [
+        (_config(), 1, 3),
+        (_config(), 2, 9),  # tensor size 1; 2 without and with sequence parallelism; three ZeRO stages each
+        (_config(), 4, 9),  # 4 does not divide 2 key/value heads
+        (tiny_moe_config(), 2, 24),
+        (tiny_moe_config(model__num_query_groups=4), 4, 63),
+        (tiny_moe_config(model__num_query_groups=4), 8, 75),
+        (tiny_moe_config(train__global_batch_size=2), 4, 30),  # the batch cannot be shared by 4
+        (_config(zero__overlap_comm=True), 2, 6),  # without stage 0
+    ],
+)
+def test_all_legal_layouts_are_listed_once(config, world_size, count, tmp_path):
+    found = legal_layouts(config, world_size)
+    assert len(found) == len(set(found)) == count and legal_layouts(config, world_size) == found
+    config.train.micro_batch_size = 1
+    everything = [
+        Layout(world_size, tp, 1, ep, etp, sequence, stage)
+        for tp, ep, etp in itertools.product((1, 2, 4, 8), repeat=3)
+        for sequence, stage in itertools.product((False, True), (0, 1, 2))
+        if etp in (1, tp) and world_size % tp == 0 and world_size % (ep * etp) == 0 and (tp > 1 or not sequence)
+    ]
+    experts = config.moe.num_moe_experts is not None
+    legal = [
+        layout
+        for layout in everything
+        if (experts or (layout.expert_parallel_size, layout.expert_tensor_parallel_size) == (1, 1))
+        and not _problems(with_layout(config, layout), world_size, tmp_path)
+    ]
+    assert set(found) == set(legal)
+
+
+def test_the_list_starts_with_plain_data_parallelism_and_ends_with_the_largest_tensor_size():
+    found = legal_layouts(tiny_moe_config(), 2)
+    assert found[:3] == [Layout(2, zero_stage=stage) for stage in (0, 1, 2)]
+    assert found[-1] == Layout(2, 2, 1, 2, 1, sequence_parallel=True, zero_stage=2)
+    assert [layout.tensor_parallel_size for layout in found] == sorted(layout.tensor_parallel_size for layout in found)
+
+
+def test_the_present_layout_changes_neither_the_list_nor_itself():
+    config = tiny_moe_config()
+    before = legal_layouts(config, 4)
+    changed = with_layout(config, Layout(16, 4, 1, 2, 4, sequence_parallel=True, zero_stage=1))
+    assert legal_layouts(changed, 4) == before
+
+
+def test_a_description_takes_a_layout_and_gives_it_back():
+    for config in (tiny_config(), tiny_moe_config()):
+        untouched = copy.deepcopy(config)
+        for layout in legal_layouts(config, 4):
+            changed = with_layout(config, layout)
+            assert layout_of(changed, 4) == layout and not list(layout_problems(changed, 4))
+            assert changed.parallel.data_parallel_size == layout.data_parallel_size
+            given = changed.parallel.expert_tensor_parallel_size
+            assert given == (None if config.moe.num_moe_experts is None else layout.expert_tensor_parallel_size)
+        changed.model.num_layers = 7  # a deep copy
+        assert config == untouched
+
+
+def test_preparing_fills_in_the_sizes_that_follow(tmp_path):
+    sizes = []
+    for changes in (TP2, TP2 | EXPERTS, TP2 | EXPERTS | {"parallel__expert_tensor_parallel_size": 1}, EXPERTS):
+        parallel = prepare(_config(**changes), 8, launch_dir=tmp_path).parallel
+        sizes.append((parallel.data_parallel_size, parallel.expert_tensor_parallel_size))
+    assert sizes == [(4, None), (4, 2), (4, 1), (8, 1)]
