@@ -56,7 +56,7 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _show(rows)
+    _show(arguments.benchmark, rows)
     if arguments.json:
         from recipes.telemetry.environment import describe_environment
 
@@ -67,20 +67,31 @@ def main() -> int:
     return 0
 
 
-def _show(rows: list[dict]) -> None:
+# Columns behind the speed: the key in the rows, its title, how a value and its range are written.
+_COLUMNS = {
+    "train_step": [
+        ("ratio_to_hf", "ratio to HF", "{:.3f} ({:.3f})"),
+        ("overhead", "overhead over bare mcore", "{:+.1%} ({:.1%})"),
+    ],
+    "moe_bookkeeping": [
+        ("overhead", "overhead over without", "{:+.1%} ({:.1%})"),
+        ("share_of_step", "recording's share of a step", "{:.2%} ({:.2%})"),
+    ],
+}
+
+
+def _show(benchmark: str, rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="median over rounds (interquartile range)", title_justify="left")
-    with_peer = "ratio_to_hf" in rows[0]
-    columns = ["implementation", "tokens/s", *(["ratio to HF"] if with_peer else [])]
-    columns.append("overhead over bare mcore" if with_peer else "overhead")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "implementation" else "right")
+    table = Table(title="medians (interquartile ranges)", title_justify="left")
+    table.add_column("implementation")
+    table.add_column("tokens/s", justify="right")
+    for _, title, _ in _COLUMNS[benchmark]:
+        table.add_column(title, justify="right")
     for row in rows:
-        peer = [f"{row['ratio_to_hf']:.3f} ({row['ratio_to_hf_iqr']:.3f})"] if with_peer else []
-        overhead = f"{100 * row['overhead']:+.1f} % ({100 * row['overhead_iqr']:.1f})"
-        table.add_row(row["impl"], f"{row['tokens_per_second']:,.0f}", *peer, overhead)
+        cells = [text.format(row[key], row[f"{key}_iqr"]) for key, _, text in _COLUMNS[benchmark]]
+        table.add_row(row["impl"], f"{row['tokens_per_second']:,.0f}", *cells)
     Console().print(table)
 
 

@@ -22,8 +22,12 @@ def interleave(work: Mapping[str, Callable[[], object]], rounds: int, repeats: i
 
 def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, float]:
     """Median and interquartile range of the ratios of the rounds."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    if len(ratios) == 1:
-        return ratios[0], 0.0
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return median_and_iqr([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def median_and_iqr(values: list[float]) -> tuple[float, float]:
+    """Median and interquartile range; the range of a single value is 0."""
+    if len(values) == 1:
+        return values[0], 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, high - low
