@@ -126,6 +126,16 @@ CASES = [
         4,
         ["moe.num_moe_experts=6 must be divisible by parallel.expert_model_parallel_size=4; try 4 or 8"],
     ),
+    (
+        TP4 | EXPERTS | {"moe__moe_ffn_hidden_size": 26, "parallel__expert_tensor_parallel_size": 3},
+        4,
+        ["expert_tensor_parallel_size=3 must be 1 or parallel.tensor_model_parallel_size=4; use 1"],  # 4: not 26
+    ),
+    (
+        EXPERTS | {"parallel__tensor_model_parallel_size": 3, "moe__moe_ffn_hidden_size": 9, "model__num_query_groups": None},
+        6,
+        ["size=3 must divide model.num_attention_heads=4; use 1, or another"],  # 2: not 9
+    ),
 ]  # fmt: skip
 
 
@@ -134,6 +144,13 @@ def test_each_problem_is_one_message_with_its_sum_and_a_way_out(changes, world_s
     found = _problems(_config(**changes), world_size, tmp_path)
     assert len(found) == 1, found
     assert [part for part in expected if part not in found[0]] == [], found[0]
+
+
+def test_the_width_of_dense_layers_matters_only_where_there_are_some(tmp_path):
+    config = _config(**TP4 | EXPERTS | {"model__ffn_hidden_size": 46})
+    assert _problems(config, 4, tmp_path) == []
+    config.moe.moe_layer_freq = 2
+    assert len(_problems(config, 4, tmp_path)) == 1
 
 
 def test_all_problems_of_a_layout_come_together(tmp_path):
