@@ -107,6 +107,18 @@ def barrier() -> None:
     dist.barrier()
 
 
+def send(value: torch.Tensor, rank: int) -> None:
+    """Send a tensor to a rank, which must `receive` it."""
+    dist.send(value.contiguous(), rank)
+
+
+def receive(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """The tensor that a rank has sent."""
+    value = torch.empty(shape, dtype=dtype, device=device())
+    dist.recv(value, rank)
+    return value
+
+
 def group_size(group: dist.ProcessGroup) -> int:
     """Ranks in a group."""
     return dist.get_world_size(group)

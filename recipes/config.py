@@ -188,6 +188,9 @@ class ParallelConfig:
     data_parallel_size: int | None = None  # ranks that share a batch; null: started ranks / tensor_model_parallel_size
     tensor_model_parallel_size: int = 1  # ranks that share each layer's matrices
     sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between the matrices
+    pipeline_model_parallel_size: int = 1  # stages, each with some of the layers; divides the ranks
+    num_layers_in_first_pipeline_stage: int | None = None  # null: as many as the others, or one more
+    num_layers_in_last_pipeline_stage: int | None = None  # null: as many as the others, or one fewer
     expert_model_parallel_size: int = 1  # ranks that share the experts of a layer out
     expert_tensor_parallel_size: int | None = (
         None  # ranks that share each expert's matrices; null: as the layer's, or 1

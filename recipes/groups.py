@@ -8,7 +8,7 @@ megatron-core and DeepSpeed keep their groups in module state, so a process is i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import deepspeed
 import torch.distributed as dist
@@ -29,11 +29,17 @@ _GETTERS = {
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in a layout. `handles` has the groups of the axes that are longer than one."""
+    """This rank's place in a layout. `handles` has the groups of the axes that are longer than one.
+
+    `stage`: all ranks of this pipeline stage; `ends`: this rank's place in the first and the last stage, on ranks that are in
+    either.
+    """
 
     layout: Layout
     rank: int = 0
     handles: Mapping[Role, dist.ProcessGroup] = field(default_factory=dict)
+    stage: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
 
     def handle(self, role: Role) -> dist.ProcessGroup | None:
         """The group of this role, or None when this rank is alone along that axis."""
@@ -49,8 +55,8 @@ class Groups:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of those that see the same samples: it alone adds to sums over all ranks."""
-        return self.index(Role.tp) == 0
+        """Whether this rank, of those that see the same samples, is the one that adds their losses to a sum over all ranks."""
+        return self.index(Role.tp) == 0 and self.index(Role.pp) == self.size(Role.pp) - 1
 
     @property
     def expert_key(self) -> str:
@@ -72,7 +78,7 @@ def enter(layout: Layout) -> Groups:
         return Groups(layout)
     assert layout.world_size == dist.get_world_size()
     if _entered and _same_ranks(_entered[0].layout, layout):
-        return Groups(layout, _entered[0].rank, _entered[0].handles)
+        return replace(_entered[0], layout=layout)
     leave()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -86,7 +92,11 @@ def enter(layout: Layout) -> Groups:
     rank = dist.get_rank()
     for role, group in ((role, getter()) for role, getter in _GETTERS.items()):
         assert dist.get_process_group_ranks(group) == layout.group_of(role, rank), f"megatron-core's {role} differs"
-    found = Groups(layout, rank, {role: getter() for role, getter in _GETTERS.items() if layout.size(role) > 1})
+    handles = {role: getter() for role, getter in _GETTERS.items() if layout.size(role) > 1}
+    stage = parallel_state.get_tensor_and_data_parallel_group()
+    assert dist.get_process_group_ranks(stage) == layout.stage_of(rank)
+    ends = parallel_state.get_embedding_group(check_initialized=False)
+    found = Groups(layout, rank, handles, stage, ends)
     deepspeed_groups.mpu = DataParallel(found)
     for role, handles, lists in (
         (Role.ep, deepspeed_groups._EXPERT_PARALLEL_GROUP, deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS),

@@ -82,6 +82,22 @@ def moe_layers(config: Config) -> list[int]:
     return list(range(config.moe.moe_layer_offset, config.model.num_layers, config.moe.moe_layer_freq))
 
 
+def stage_layers(config: Config, stages: int) -> list[list[int]]:
+    """Global numbers of the layers of each of `stages` pipeline stages, in order; uneven ones give the first stages more."""
+    parallel, layers = config.parallel, config.model.num_layers
+    if stages == 1:
+        return [list(range(layers))]
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    open_stages = stages - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    share, more = divmod(left, open_stages) if open_stages else (0, left)
+    counts = [share + (stage < more) for stage in range(open_stages)]
+    counts = ([] if first is None else [first]) + counts + ([] if last is None else [last])
+    assert sum(counts) == layers and min(counts) > 0, "validation has made sure"
+    numbers = iter(range(layers))
+    return [[next(numbers) for _ in range(count)] for count in counts]
+
+
 def logical_tensors(config: Config) -> dict[str, LogicalTensor]:
     """Every logical tensor of the model by name, in forward order. `model.vocab_size` must be known."""
     model = config.model
@@ -206,13 +222,14 @@ class Piece:
 class LocalParameter:
     """A parameter of the built model and the logical pieces that it holds: none if it is all padding.
 
-    `sharded`: tensor-parallel ranks hold different parts of it.
+    `sharded`: tensor-parallel ranks hold different parts of it. `tied`: the first and the last pipeline stage have a copy each.
     """
 
     name: str
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
     sharded: bool = False
+    tied: bool = False
 
     @property
     def weight_decay(self) -> bool:

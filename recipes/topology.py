@@ -114,6 +114,12 @@ class Layout:
             members.setdefault(tuple(places[axis] for axis in axes if axis is not role), []).append(rank)
         return sorted(members.values())
 
+    def stage_of(self, rank: int) -> list[int]:
+        """All ranks of the pipeline stage that `rank` is in."""
+        size = self.tensor_parallel_size * self.data_parallel_size
+        first = rank // size * size
+        return list(range(first, first + size))
+
     def group_of(self, role: Role, rank: int) -> list[int]:
         """The group of this role that `rank` is in."""
         places = self._coordinates(rank, _DENSE_AXES if role in _DENSE_AXES else _EXPERT_AXES)
@@ -148,6 +154,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     return Layout(
         world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
         expert_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(config),
         sequence_parallel=parallel.sequence_parallel,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import deepspeed
 import torch
@@ -38,16 +39,19 @@ class Engine:
         self.groups, self.layout = model.groups, model.groups.layout
         self._copies = {entry.name: len(self.replica_groups(entry)[0]) for entry in parameters}
         self.data_parallel_size = self.layout.data_parallel_size
-        self.optimizer = make_optimizer(config, parameters)
+        self.optimizer = make_optimizer(config, parameters, self.layout)
         settings = deepspeed_settings(config, self.data_parallel_size)
-        mpu = DataParallel(self.groups)
-        self.inner, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings, mpu=mpu)
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
+        self.inner = self._initialize(settings)
         self.wrapper = self.inner.optimizer
         prepare_moments(self.optimizer)
         self._norm = torch.zeros(())
         self._skipping = False
         self._install_gate()
+
+    def _initialize(self, settings: dict[str, Any]) -> Any:
+        mpu = DataParallel(self.groups)
+        return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=settings, mpu=mpu)[0]
 
     def _install_gate(self) -> None:
         """Let `step` use the norm that was already computed, and let `skip` drop the gradients."""
@@ -68,6 +72,19 @@ class Engine:
                 self.wrapper.clear_lp_grads()
 
         self.wrapper.step = gated_step
+
+    def accumulate(self, micro_batches: list[dict[str, torch.Tensor]], global_tokens: int) -> torch.Tensor:
+        """Accumulate the gradients of this rank's micro-batches (see GPT.stage), `accumulation_steps` of them.
+
+        The loss is the sum over their tokens divided by `global_tokens`, those of all ranks, so that parts add up. Returns the
+        sum of the negative log likelihood (fp64; zero on ranks that do not compute it).
+        """
+        nll = torch.zeros((), dtype=torch.float64, device=collectives.device())
+        for inputs in micro_batches:
+            nll_B = self(**inputs)
+            self.backward(nll_B.sum() / global_tokens)
+            nll += nll_B.detach().double().sum()
+        return nll
 
     def __call__(self, *args, **kwargs):
         """Forward pass through the engine."""
@@ -104,12 +121,11 @@ class Engine:
         # ZeRO-1/2 divide each parameter group over the ranks that have the same weights; what pads the parts is zero.
         found = []
         for number, group in enumerate(self.optimizer.param_groups):
-            whole = not group.get("moe", False) and not group["name"].endswith("_sharded")
             if wrapper.cpu_offload:
                 parts = [wrapper.single_partition_of_fp32_groups[number].grad]
             else:
                 parts = list(wrapper.averaged_gradients[number])
-            found.append((self.layout.tensor_parallel_size if whole else 1, parts))
+            found.append((group["copies"], parts))
         return found
 
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -127,13 +143,16 @@ class Engine:
         ):  # which clips by the norm given to it
             scale = torch.clamp(self.clip_grad / (self._norm + 1e-6), max=1.0)
             torch._foreach_mul_([self._own_gradient(entry.parameter) for entry in self.parameters], scale)
-        self.inner.step()
+        self._take_step()
 
     def skip(self) -> None:
         """Drop the accumulated gradients; weights and moments stay as they are."""
         self._skipping = True
-        self.inner.step()
+        self._take_step()
         self._skipping = False
+
+    def _take_step(self) -> None:
+        self.inner.step()
 
     def gradients(self) -> list[tuple[Piece, torch.Tensor]]:
         """The raw fp32 gradient of every piece of this rank, between the last `backward` and `step` (a collective)."""
@@ -144,13 +163,16 @@ class Engine:
         return found
 
     def replica_groups(self, entry: LocalParameter) -> list[list[int]]:
-        """Groups of ranks that hold the same values of this parameter; the groups hold different ones."""
+        """Groups of ranks that hold the same values of this parameter, of those groups that hold some part of it."""
         if is_moe_param(entry.parameter):
             return self.layout.groups(Role.edp)
-        if entry.sharded:
-            return self.layout.groups(Role.dp)
-        assert self.layout.pipeline_parallel_size == 1
-        return [list(range(self.layout.world_size))]
+        groups = self.layout.groups(Role.dp)
+        if not entry.sharded:
+            groups = sorted({tuple(self.layout.stage_of(group[0])) for group in groups})
+        if entry.tied:  # groups are in the order of the stages
+            ends = len(groups) // self.layout.pipeline_parallel_size
+            groups = [[*first, *last] for first, last in zip(groups[:ends], groups[-ends:], strict=True)]
+        return [list(group) for group in groups]
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
         """This rank's part of a parameter's master and moments."""

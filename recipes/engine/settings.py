@@ -9,6 +9,7 @@ from deepspeed.moe.utils import is_moe_param
 
 from recipes.config import Config, OptimizerName, Precision
 from recipes.logical import LocalParameter
+from recipes.topology import Layout
 
 
 def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any]:
@@ -33,6 +34,8 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
         "gradient_clipping": config.optimizer.clip_grad if stage == 2 or (stage and not bf16) else 0.0,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
+        # Between stages every tensor-parallel rank has its own hidden states, or all have the same.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
@@ -52,17 +55,18 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def make_optimizer(config: Config, parameters: list[LocalParameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Layout) -> torch.optim.Optimizer:
     """AdamW or SGD.
 
-    Groups: decay and no decay, each again of what is divided over tensor-parallel ranks, routers, and experts, whose name must
-    be DeepSpeed's key of their process groups. A group's learning rate is `lr_scale` times that of the step.
+    Groups: decay and no decay, each again of what is divided over tensor-parallel ranks or tied over pipeline stages, routers, and
+    experts, whose name must be DeepSpeed's key of their process groups. A group's learning rate is `lr_scale` times that of the
+    step; see Engine.gradient_norm for `copies`.
     """
     settings = config.optimizer
     groups: dict[str, dict[str, Any]] = {}
     for entry in parameters:
         decay, experts = entry.weight_decay, is_moe_param(entry.parameter)
-        name = ("decay" if decay else "no_decay") + ("_sharded" if entry.sharded else "")
+        name = ("decay" if decay else "no_decay") + "_sharded" * entry.sharded + "_tied" * entry.tied
         router = bool(entry.pieces) and entry.pieces[0].name.endswith(".moe.router.weight")
         if router:
             name = "router"
@@ -72,6 +76,8 @@ def make_optimizer(config: Config, parameters: list[LocalParameter]) -> torch.op
         weight_decay = settings.weight_decay if decay else 0.0
         group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
         group["lr_scale"] = config.moe.moe_router_lr_scale if router else 1.0
+        whole = not experts and not entry.sharded
+        group["copies"] = (layout.tensor_parallel_size if whole else 1) * (2 if entry.tied else 1)
         group["params"].append(entry.parameter)
         if experts:
             group["moe"] = True

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
 
-from recipes import partial
+from recipes import collectives, partial
 from recipes.config import Config
 from recipes.groups import enter
 from recipes.logical import (
@@ -31,6 +31,7 @@ from recipes.logical import (
     logical_tensors,
     norm_pieces,
     padded_vocab_size,
+    stage_layers,
     vocabulary_pieces,
 )
 from recipes.model.blocks import build_norm, layer_spec, rotary_angles, transformer_config
@@ -100,12 +101,12 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of the true vocabulary: [S, B, H] -> [S, B, V]; with tied embeddings it owns no weight.
+    """Logits of the true vocabulary: [S, B, H] -> [S, B, V]; beside the embedding that it is tied to it owns no weight.
 
     A tensor-parallel rank has the logits of its rows, which may be fewer on the last ranks, even none.
     """
 
-    def __init__(self, config: Config, mcore_config, rows: int):
+    def __init__(self, config: Config, mcore_config, rows: int, owns_weight: bool):
         super().__init__()
         self.config = config
         self.inner = ColumnParallelLinear(
@@ -115,7 +116,7 @@ class Head(nn.Module):
             init_method=mcore_config.init_method,
             bias=False,
             gather_output=False,
-            skip_weight_param_allocation=config.model.share_embeddings_and_output_weights,
+            skip_weight_param_allocation=not owns_weight,
         )
 
     def forward(self, x_SBH: torch.Tensor, tied_weight: torch.Tensor | None, first_row: int) -> torch.Tensor:
@@ -124,11 +125,17 @@ class Head(nn.Module):
         return logits_SBV[..., : max(0, self.config.model.vocab_size - first_row)]
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
-        return vocabulary_pieces(logical_tensors(config)["head.weight"], tuple(parameter.shape), place)
+        tied = config.model.share_embeddings_and_output_weights
+        tensor = logical_tensors(config)["embedding.weight" if tied else "head.weight"]
+        return vocabulary_pieces(tensor, tuple(parameter.shape), place)
 
 
 class GPT(nn.Module):
-    """The whole model on one rank of a layout, its weights already drawn from (seed, logical name)."""
+    """What a rank of a layout holds of the model, its weights already drawn from (seed, logical name).
+
+    Without pipeline parallelism that is every layer. A stage has some of them, the first also the embedding, the last the norm
+    and the head; a head tied to the embedding of another stage has a copy of its weights.
+    """
 
     def __init__(self, config: Config, layout: Layout | None = None):
         super().__init__()
@@ -142,12 +149,43 @@ class GPT(nn.Module):
         self.first_row = rows // layout.tensor_parallel_size * self.groups.index(Role.tp)
         self.moe = MoeContext(config, self.groups) if config.moe.num_moe_experts else None
         self.rotary_width = int(head_width(model) * model.rotary_percent)
-        self.embedding = Embedding(config, mcore_config, rows)
-        self.blocks = nn.ModuleList(Block(config, mcore_config, layer, self.moe) for layer in range(model.num_layers))
-        self.final_norm = FinalNorm(config, mcore_config)
-        self.head = Head(config, mcore_config, rows)
+        stage, stages = self.groups.index(Role.pp), layout.pipeline_parallel_size
+        self.first, self.last = stage == 0, stage == stages - 1
+        layers = stage_layers(config, stages)[stage]
+        self.embedding = Embedding(config, mcore_config, rows) if self.first else None
+        self.blocks = nn.ModuleList(Block(config, mcore_config, layer, self.moe) for layer in layers)
+        self.final_norm = FinalNorm(config, mcore_config) if self.last else None
+        owns_weight = not (model.share_embeddings_and_output_weights and self.first)
+        self.head = Head(config, mcore_config, rows, owns_weight) if self.last else None
         partial.add_up(self, self.groups)
         initialise(self, config.run.seed)
+
+    def hidden(
+        self,
+        x_SBH: torch.Tensor | None,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after this stage's blocks, from those of the stage before; the first stage needs none.
+
+        Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal.
+        """
+        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
+        angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
+        if self.embedding is not None:
+            x_SBH = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_SBH = block(x_SBH, angles, attention_mask)
+        assert x_SBH is not None
+        return x_SBH
+
+    def project(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Logits [S, B, V of this rank] from the hidden states after the last block."""
+        assert self.final_norm is not None and self.head is not None
+        tied = self.embedding is not None and self.config.model.share_embeddings_and_output_weights
+        weight = self.embedding.table.weight if tied else None  # type: ignore[union-attr]
+        return self.head(self.final_norm(x_SBH), weight, self.first_row)
 
     def logits(
         self,
@@ -155,17 +193,25 @@ class GPT(nn.Module):
         positions_BS: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [S, B, V of this rank].
+        """Logits [S, B, V of this rank] of a model in one stage; see `hidden` for the inputs."""
+        return self.project(self.hidden(None, tokens_BS, positions_BS, attention_mask))
 
-        Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal.
-        """
-        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
-        angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
-        x_SBH = self.embedding(tokens_BS)
-        for block in self.blocks:
-            x_SBH = block(x_SBH, angles, attention_mask)
-        tied = self.embedding.table.weight if self.config.model.share_embeddings_and_output_weights else None
-        return self.head(self.final_norm(x_SBH), tied, self.first_row)
+    def stage(
+        self,
+        x_SBH: torch.Tensor | None,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        loss_mask_BS: torch.Tensor | None = None,
+        positions_BS: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states for the next stage; of the last stage the negative log likelihood in nats: the fp32 sum over valid
+        positions, per sequence: [B]."""
+        x_SBH = self.hidden(x_SBH, tokens_BS, positions_BS, attention_mask)
+        if not self.last:
+            return x_SBH
+        losses_BS = token_losses(self.project(x_SBH), labels_BS, self.first_row, self.groups.handle(Role.tp))
+        return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
 
     def forward(
         self,
@@ -175,10 +221,27 @@ class GPT(nn.Module):
         positions_BS: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Negative log likelihood in nats: the fp32 sum over sequences and valid positions, per sequence: [B]."""
-        logits_SBV = self.logits(tokens_BS, positions_BS, attention_mask)
-        losses_BS = token_losses(logits_SBV, labels_BS, self.first_row, self.groups.handle(Role.tp))
-        return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
+        """The negative log likelihood per sequence, [B]; see `stage` for the inputs.
+
+        Through a pipeline without gradients only (training is scheduled by the engine); all but the last stage return zeros.
+        """
+        inputs = (tokens_BS, labels_BS, loss_mask_BS, positions_BS, attention_mask)
+        if self.first and self.last:
+            return self.stage(None, *inputs)
+        assert not torch.is_grad_enabled()
+        ranks, place = self.groups.layout.group_of(Role.pp, self.groups.rank), self.groups.index(Role.pp)
+        batch, sequence = tokens_BS.shape
+        if self.groups.layout.sequence_parallel:
+            sequence //= self.groups.size(Role.tp)
+        x_SBH = None
+        if not self.first:
+            shape = (sequence, batch, self.config.model.hidden_size)
+            x_SBH = collectives.receive(shape, next(self.parameters()).dtype, ranks[place - 1])
+        out = self.stage(x_SBH, *inputs)
+        if self.last:
+            return out
+        collectives.send(out, ranks[place + 1])
+        return torch.zeros(batch, device=tokens_BS.device)
 
 
 def registry(model: GPT, config: Config) -> list[LocalParameter]:
@@ -190,16 +253,18 @@ def registry(model: GPT, config: Config) -> list[LocalParameter]:
         Shard(groups.index(Role.etp), layout.expert_tensor_parallel_size),
         0 if model.moe is None else model.moe.first_expert,
     )
-    stages: dict[str, Any] = {"embedding": model.embedding}
-    stages |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
-    stages |= {"final_norm": model.final_norm, "head": model.head}
-    for prefix, module in stages.items():
+    modules: dict[str, Any] = {"embedding": model.embedding}
+    modules |= {f"blocks.{block.layer}": block for block in model.blocks}
+    modules |= {"final_norm": model.final_norm, "head": model.head}
+    ends = (model.embedding, model.head)
+    tied = config.model.share_embeddings_and_output_weights and layout.pipeline_parallel_size > 1
+    for prefix, module in ((prefix, module) for prefix, module in modules.items() if module is not None):
         for name, parameter in module.named_parameters():
             pieces = module.logical_pieces(config, name, parameter, place)
             # Of a small vocabulary one rank may have all true rows, and others padding.
-            parts = module in (model.embedding, model.head) or any(p.shape != p.global_shape for p in pieces)
+            parts = module in ends or any(p.shape != p.global_shape for p in pieces)
             sharded = parts and place.tensor.count > 1
-            found.append(LocalParameter(f"{prefix}.{name}", parameter, pieces, sharded))
+            found.append(LocalParameter(f"{prefix}.{name}", parameter, pieces, sharded, tied and module in ends))
     assert {id(entry.parameter) for entry in found} == {id(parameter) for parameter in model.parameters()}
     return found
 

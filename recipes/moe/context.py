@@ -85,15 +85,9 @@ class MoeContext:
                 previous_E = self.previous_NE[row]
                 return balance_part(probs_TE, previous_E / previous_E.sum(), self.tokens_per_step)
 
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """A model that one rank has for itself has nothing to add up, however many ranks there are."""
-        return value if self.groups.layout.world_size == 1 else collectives.sum_over_ranks(value)
-
     def _sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
-        """Over ranks that route different tokens."""
-        if self.copies == 1:
-            return self._sum_over_ranks(value)
-        group = self.groups.handle(Role.dp)
+        """Over ranks that route different tokens in the same layer."""
+        group = self.groups.stage if self.copies == 1 else self.groups.handle(Role.dp)
         return value if group is None else collectives.sum_over_ranks(value, group)
 
     def _sum_over_positions(self, value: torch.Tensor) -> torch.Tensor:
@@ -102,7 +96,9 @@ class MoeContext:
 
     def finish_step(self) -> dict[str, Any]:
         """Metrics of the step over all ranks; forgets it afterwards (a collective)."""
-        report = self._sum_over_ranks(self.report)
+        # A model that one rank has for itself has nothing to add up, however many ranks there are.
+        alone = self.groups.layout.world_size == 1
+        report = self.report if alone else collectives.sum_over_ranks(self.report)
         num_experts = self.previous_NE.shape[1]
         counts_NE, sums = report[:, :num_experts], dict(zip(_SUMS, report[:, num_experts:].t(), strict=True))
         self.previous_NE = counts_NE.round().long()

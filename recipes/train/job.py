@@ -29,7 +29,7 @@ from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
-from recipes.engine import Engine
+from recipes.engine import make_engine
 from recipes.groups import enter, leave
 from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
@@ -105,7 +105,7 @@ class Job:
         self.guard = SpikeGuard(config.train)
         self.layout = layout_of(config, ranks.world_size)
         self.model = GPT(config, self.layout).to(self.device)
-        self.engine = Engine(self.model, registry(self.model, config), config)
+        self.engine = make_engine(self.model, registry(self.model, config), config)
         self._open_data()
         notes = [] if checkpoint is None else self._resume(checkpoint)
         self._open_telemetry(checkpoint, notes)  # after all that may fail, so that no W&B run is left open

@@ -35,16 +35,12 @@ def train_step(
     global_tokens = max(int(collectives.sum_over_ranks(tokens * int(leads))), 1)
     sums = torch.zeros(2, dtype=torch.float64, device=tokens.device)
     sums[1] = float(stop_requested)
-    for inputs in micro_batches:
-        nll_B = engine(**inputs)
-        engine.backward(nll_B.sum() / global_tokens)
-        sums[0] += nll_B.detach().double().sum()
+    sums[0] = engine.accumulate(micro_batches, global_tokens) * leads
     norm = engine.gradient_norm()
     skipped = guard.reason_to_skip(norm)
     if skipped is None:
         engine.step(lr)
     else:
         engine.skip()
-    sums[0] *= leads
     nll, stops = collectives.sum_over_ranks(sums).tolist()
     return StepResult(nll / global_tokens, norm, skipped, stops > 0)

@@ -117,7 +117,7 @@ def optimizer_groups(rank: int, world_size: int, configs: list[Config]) -> list[
         model = GPT(config, layout_of(config, world_size))
         entries = registry(model, config)
         names = {id(entry.parameter): entry.name for entry in entries}
-        optimizer = make_optimizer(config, entries)
+        optimizer = make_optimizer(config, entries, model.groups.layout)
         outcome: dict[str, Any] = {
             "groups": [
                 (group["name"], group["weight_decay"], group.get("moe", False), [names[id(p)] for p in group["params"]])

@@ -22,7 +22,7 @@ from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import global_batch, step_indices
 from recipes.data.synthetic import write_dataset
-from recipes.engine import Engine
+from recipes.engine import Engine, make_engine
 from recipes.groups import enter
 from recipes.launcher import Ranks, rank_environment
 from recipes.model.gpt import GPT, registry
@@ -81,18 +81,18 @@ def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault:
     for entry in entries:
         if fault in {piece.name for piece in entry.pieces}:
             entry.parameter.register_hook(lambda grad: 2 * grad)
-    engine = Engine(model, entries, config)
+    engine = make_engine(model, entries, config)
     if fault == "norm":
         parts = engine._gradient_parts
         engine._gradient_parts = lambda: [(copies, tensors[:-1]) for copies, tensors in parts()]
     tokens = tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
-    total, loss = mask.sum(), 0.0
-    for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank)):
-        part = tokens[row]
-        nll = engine(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[row]).sum() / total
-        engine.backward(nll)
-        loss += nll.item() * model.groups.leads
+    total = mask.sum()
+    batches = [
+        {"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous(), "loss_mask_BS": mask[row]}
+        for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+    ]
+    loss = engine.accumulate(batches, total).item() / total.item() * model.groups.leads
     norm = engine.gradient_norm()
     grads = engine.gradients()
     engine.step(config.optimizer.lr)
