@@ -94,7 +94,7 @@ def enter(layout: Layout) -> Groups:
         assert dist.get_process_group_ranks(group) == layout.group_of(role, rank), f"megatron-core's {role} differs"
     handles = {role: getter() for role, getter in _GETTERS.items() if layout.size(role) > 1}
     stage = parallel_state.get_tensor_and_data_parallel_group()
-    assert dist.get_process_group_ranks(stage) == layout.stage_of(rank)
+    assert dist.get_process_group_ranks(stage) == layout.stages()[layout.index(Role.pp, rank)]
     ends = parallel_state.get_embedding_group(check_initialized=False)
     found = Groups(layout, rank, handles, stage, ends)
     deepspeed_groups.mpu = DataParallel(found)

@@ -114,11 +114,10 @@ class Layout:
             members.setdefault(tuple(places[axis] for axis in axes if axis is not role), []).append(rank)
         return sorted(members.values())
 
-    def stage_of(self, rank: int) -> list[int]:
-        """All ranks of the pipeline stage that `rank` is in."""
+    def stages(self) -> list[list[int]]:
+        """All ranks of each pipeline stage."""
         size = self.tensor_parallel_size * self.data_parallel_size
-        first = rank // size * size
-        return list(range(first, first + size))
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def group_of(self, role: Role, rank: int) -> list[int]:
         """The group of this role that `rank` is in."""

@@ -166,13 +166,11 @@ class Engine:
         """Groups of ranks that hold the same values of this parameter, of those groups that hold some part of it."""
         if is_moe_param(entry.parameter):
             return self.layout.groups(Role.edp)
-        groups = self.layout.groups(Role.dp)
-        if not entry.sharded:
-            groups = sorted({tuple(self.layout.stage_of(group[0])) for group in groups})
-        if entry.tied:  # groups are in the order of the stages
+        groups = self.layout.groups(Role.dp) if entry.sharded else self.layout.stages()
+        if entry.tied:  # both lists are in the order of the stages
             ends = len(groups) // self.layout.pipeline_parallel_size
             groups = [[*first, *last] for first, last in zip(groups[:ends], groups[-ends:], strict=True)]
-        return [list(group) for group in groups]
+        return groups
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
         """This rank's part of a parameter's master and moments."""

@@ -58,8 +58,10 @@ class Stage(PipelineModule):
         if not model.config.model.share_embeddings_and_output_weights or not (model.first or model.last):
             return []
         assert model.groups.ends is not None
-        weight = model.embedding.table.weight if model.embedding is not None else model.head.inner.weight
-        return [(weight, model.groups.ends)]
+        if model.embedding is not None:
+            return [(model.embedding.table.weight, model.groups.ends)]
+        assert model.head is not None
+        return [(model.head.inner.weight, model.groups.ends)]
 
 
 class PipelineEngine(Engine):
