@@ -43,9 +43,9 @@ def check_batch(config: Config, world_size: int) -> Problems:
         return
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     data = world_size // config.parallel.tensor_model_parallel_size
-    yield from divisible(
-        "train.global_batch_size", batch, f"train.micro_batch_size={micro} x data-parallel {data}", micro * data
-    )
+    ranks = f"train.micro_batch_size={micro} x data-parallel {data}"
+    otherwise = "" if batch % data else f", or train.micro_batch_size={batch // data}"
+    yield from divisible("train.global_batch_size", batch, ranks, micro * data, otherwise)
 
 
 def legal_layouts(config: Config, world_size: int) -> list[Layout]:

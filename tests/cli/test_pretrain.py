@@ -71,6 +71,22 @@ MISTAKES = {
         ["experiment=switch_8e", "parallel.expert_model_parallel_size=2"],
         ["expert_model_parallel_size=2", "data-parallel size 1", "parallel.data_parallel_size=2"],
     ),
+    "ranks that do not fit": (
+        ["parallel.tensor_model_parallel_size=3"],
+        ["tensor_model_parallel_size=3", "model.num_attention_heads=4", "use 1, or"],
+    ),
+    "sequence parallelism alone": (
+        ["parallel.sequence_parallel=true"],
+        ["sequence_parallel=true", "tensor_model_parallel_size=1"],
+    ),
+    "experts over too many ranks": (
+        ["experiment=switch_8e", "parallel=tensor_parallel", "parallel.expert_model_parallel_size=4"],
+        ["size=4 x expert_tensor_parallel_size=2 = 8 must divide 2 ranks (data-parallel 1 x tensor-parallel 2)"],
+    ),
+    "DeepSpeed's own tensor parallelism": (
+        ["deepspeed.extra={tensor_parallel:{autotp_size:2}}"],
+        ["deepspeed.extra.tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size"],
+    ),
     "owned key": (["deepspeed.extra={zero_optimization:{stage:2}}"], ["zero_optimization.stage", "zero.stage"]),
 }
 
@@ -159,6 +175,34 @@ def test_dry_run_of_experts_shows_how_they_are_shared_out(capsys):
         1,
     )
     assert sizes["total_params"] > 2 * sizes["active_params"]
+
+
+def test_one_process_plans_for_all_ranks_that_the_description_asks_for(capsys):
+    words = [
+        "experiment=switch_8e",
+        "parallel=tensor_parallel",
+        "parallel.data_parallel_size=4",
+        "train.micro_batch_size=4",
+    ]
+    assert pretrain.main([*words, "parallel.expert_model_parallel_size=4", "--dry-run", "--json", "plan.json"]) == 0
+    out, sizes = " ".join(capsys.readouterr().out.replace("│", " ").split()), json.loads(Path("plan.json").read_text())
+    assert "8 = data-parallel 4 x tensor-parallel 2 (sequence parallel)" in out and "nodes" not in out
+    assert "8 ranks = expert-data-parallel 1 x EP 4 x ETP 2" in out
+    assert (sizes["world_size"], sizes["data_parallel_size"], sizes["expert_data_parallel_size"]) == (8, 4, 1)
+    assert pretrain.main(["parallel=tensor_parallel", "--dry-run", "--json", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["world_size"] == 2
+
+
+def test_ranks_on_several_nodes_see_which_groups_cross_them(monkeypatch, capsys):
+    world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**world, "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["experiment=switch_8e", "parallel=tensor_parallel", "parallel.expert_model_parallel_size=2"]
+    assert pretrain.main([*words, "train.micro_batch_size=4", "--dry-run", "--json", "plan.json"]) == 0
+    assert "2 x 2 ranks; groups that cross nodes: data, expert" in " ".join(
+        capsys.readouterr().out.replace("│", " ").split()
+    )
+    assert json.loads(Path("plan.json").read_text())["nodes"]["crossed_by"] == ["data", "expert"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"train.global_batch_size": 12, "train.micro_batch_size": 4},
         2,
-        ["=12", "micro_batch_size=4 x data-parallel 2 = 8", "8 or 16"],
+        ["=12", "micro_batch_size=4 x data-parallel 2 = 8", "try 8 or 16, or train.micro_batch_size=6"],
     ),
     ({"train.global_batch_size": 4}, 1, ["train.global_batch_size=4", "try 8"]),
     ({"parallel.data_parallel_size": 4}, 1, ["data_parallel_size=4", "1 process was started", "start 4"]),
@@ -132,7 +132,11 @@ CASES += [
         ["expert_model_parallel_size=3", "data-parallel size 2", "1, 2", "start 3"],
     ),
     (E8 | {"parallel.expert_model_parallel_size": 4}, 2, ["model_parallel_size=4", "size 2", "data_parallel_size=4"]),
-    (E8 | {"parallel.expert_model_parallel_size": 4, "train.global_batch_size": 48}, 6, ["size 6", "one of 1, 2, or start 4"]),
+    (
+        E8 | {"parallel.expert_model_parallel_size": 4, "train.global_batch_size": 48},
+        6,
+        ["size 6", "one of 1, 2, or start 4"],
+    ),
     ({"parallel.expert_model_parallel_size": 2}, 2, ["expert_model_parallel_size=2", "dense model", "moe=switch"]),
     (
         {"moe.moe_router_topk": 2, "moe.backend": MoeBackend.deepspeed},

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from recipes.config import Config, ModelConfig, MoeConfig, OptimizerName, Precision
+from recipes.config import Activation, Config, ModelConfig, MoeConfig, OptimizerName, Precision
+from recipes.launcher import rank_environment
+from recipes.logical import logical_tensors
+from recipes.plan.shapes import Held, held_weights, local_shape
 from recipes.plan.size import (
     RankBytes,
     active_parameters,
@@ -18,7 +24,9 @@ from recipes.plan.size import (
     total_parameters,
 )
 from recipes.pretrain import compose
-from tests.ranks import forked
+from recipes.topology import Cluster, Layout, layout_of
+from recipes.validation import problems
+from tests.ranks import forked, run_ranks
 
 # GPT-2 small has 124,439,808 with 1024 learned positions of 768, which rotary ones replace. The others are the element
 # counts of the published weight files; Qwen3-0.6B is tied.
@@ -170,6 +178,106 @@ def test_bytes_per_rank_with_experts_by_hand(size, copies):
     assert bytes_per_rank(config, 4) == RankBytes(4 * (dense + local), 4 * part, 12 * part)
 
 
+# Layouts of 8 ranks -> ranks that share a matrix, an expert, experts; copies of the experts' and of the dense part.
+FOLDED = {
+    "TP 2": (2, 1, 1, 8, 4),
+    "TP 2, EP 8": (2, 1, 8, 1, 4),
+    "TP 2, EP 2, ETP 2": (2, 2, 2, 2, 4),
+    "TP 4, EP 2, ETP 4": (4, 4, 2, 1, 2),
+    "TP 4, EP 4": (4, 1, 4, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_bytes_per_rank_under_tensor_parallelism_by_hand(name):
+    """Matrices and padded vocabulary are divided by TP, experts by EP x ETP, the shared expert by ETP, norms and router not."""
+    tensor, parts, size, expert_copies, copies = FOLDED[name]
+    config = _experts(num_moe_experts=8, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=16)
+    config.model.num_query_groups = 4
+    parallel, config.zero.stage = config.parallel, 2
+    parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size = tensor, parts
+    parallel.expert_model_parallel_size = size
+    matrices = 2 * 4 * 8 * 8 + 3 * 8 * 16  # attention of both layers, the dense feed-forward part
+    router, shared, experts = 8 * 8, 3 * 8 * 16, 8 * 3 * 8 * 12
+    dense = (
+        matrices // tensor + router + NORMS + shared // parts + 16 * 8
+    )  # each rank has 16 rows, one or none of them true
+    local = experts // (size * parts)
+    held, part = dense + local, math.ceil(dense / copies) + math.ceil(local / expert_copies)
+    assert bytes_per_rank(config, 8) == RankBytes(4 * held, 4 * part, 12 * part)
+
+
+def test_shapes_on_a_rank_by_hand():
+    """All kinds of tensors, on the third of four tensor-parallel ranks or any other."""
+    config = _experts(moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=16)
+    model = config.model
+    model.num_query_groups, model.vocab_size, model.make_vocab_size_divisible_by = 4, 70, 8
+    model.share_embeddings_and_output_weights, model.qk_layernorm, model.add_qkv_bias = False, True, True
+    expected = {
+        "embedding.weight": (24, 8),  # 70 rows are padded to 96
+        "head.weight": (24, 8),
+        "final_norm.weight": (8,),
+        "layers.0.attention_norm.weight": (8,),
+        "layers.0.attention.q.weight": (2, 8),
+        "layers.0.attention.v.bias": (2,),
+        "layers.0.attention.q_norm.weight": (2,),
+        "layers.0.attention.out.weight": (8, 2),
+        "layers.0.moe.router.weight": (4, 8),
+        "layers.1.ffn.gate.weight": (4, 8),
+        "layers.1.ffn.down.weight": (8, 4),
+    }
+    in_experts = {"experts.3.up.weight": (12, 8), "experts.3.down.weight": (8, 12), "shared.gate.weight": (16, 8)}
+    divided = {"experts.3.up.weight": (3, 8), "experts.3.down.weight": (8, 3), "shared.gate.weight": (4, 8)}
+    for parts, shapes in ((1, in_experts), (4, divided)):
+        layout = Layout(4, 4, expert_tensor_parallel_size=parts)
+        found = {name: local_shape(tensor, config, layout) for name, tensor in logical_tensors(config).items()}
+        assert {name: found[name] for name in expected} == expected
+        assert {name: found[f"layers.0.moe.{name}"] for name in shapes} == shapes
+
+
+def test_biases_behind_divided_columns_are_whole():
+    config = _small(add_bias_linear=True)
+    tensors = logical_tensors(config)
+    names = [f"layers.1.{name}.bias" for name in ("attention.q", "attention.out", "ffn.up", "ffn.down")]
+    assert [local_shape(tensors[name], config, Layout(2, 2)) for name in names] == [(4,), (8,), (8,), (8,)]
+
+
+def built_weights(rank: int, world_size: int, configs: list[Config]) -> list[Held]:
+    """What the parameters of built models have on this rank."""
+    from recipes.model.gpt import GPT
+    from recipes.train.job import start_process
+
+    start_process(configs[0], rank_environment(os.environ))
+    found = []
+    for config in configs:
+        parameters = list(GPT(config, layout_of(config, world_size)).parameters())
+        experts = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
+        found.append(Held(sum(p.numel() for p in parameters) - experts, experts))
+    return found
+
+
+def test_ranks_of_a_built_model_have_the_planned_weights():
+    configs = []
+    for sequence, size, parts, tied in (
+        (False, 1, 1, True),
+        (True, 4, 1, False),
+        (True, 2, 2, True),
+        (False, 1, 2, False),
+    ):
+        config = _experts(moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=16)
+        config.model.add_qkv_bias, config.model.share_embeddings_and_output_weights = True, tied
+        config.model.qk_layernorm = tied
+        parallel = config.parallel
+        parallel.tensor_model_parallel_size, parallel.sequence_parallel = 2, sequence
+        parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size = size, parts
+        configs.append(config)
+    dense = _small(add_bias_linear=True, activation=Activation.gelu)
+    dense.parallel.tensor_model_parallel_size = 2
+    configs.append(dense)
+    for found in run_ranks("tests.unit.plan.test_size:built_weights", 4, configs):
+        assert found == [held_weights(config, layout_of(config, 4)) for config in configs]
+
+
 def test_sgd_has_no_moments():
     assert _bytes(0, Precision.fp32, optimizer=OptimizerName.sgd).optimizer == 0
     assert _bytes(1, Precision.bf16, optimizer=OptimizerName.sgd).optimizer == HELD
@@ -187,9 +295,7 @@ def test_plan_and_its_table_agree():
     assert sizes["accumulation"] * sizes["data_parallel_size"] * config.train.micro_batch_size == 256
     assert sizes["total_tokens"] == pytest.approx(300e9, rel=1e-4)
     assert sizes["bytes_per_rank"]["total"] == bytes_per_rank(config, 8).total
-    shown = io.StringIO()
-    Console(width=200, file=shown).print(describe(config, 8))
-    text = shown.getvalue()
+    text = _shown(config, 8)
     for key in ("total_params", "flops_per_token", "tokens_per_step"):
         assert f"{sizes[key]:,}" in text
     assert f"{sizes['bytes_per_rank']['optimizer']:,}" in text
@@ -201,10 +307,40 @@ def test_plan_of_experts_and_its_table_agree():
     keys = ("num_moe_layers", "data_parallel_size", "expert_model_parallel_size", "expert_data_parallel_size")
     assert [sizes[key] for key in keys] == [48, 64, 8, 8]
     assert sizes["total_params"] == PUBLISHED_EXPERTS["qwen3_30b_a3b"][0] > sizes["active_params"]
+    text = _shown(config, 64)
+    for part in ("128 x 48 layers, top-8, width 768", "EP 8: 16 of the 128", "expert-data-parallel 8"):
+        assert part in text
+
+
+def test_plan_and_table_show_both_grids_and_the_nodes():
+    config = compose(["experiment=moe_8x7b_64gpu_h100_bf16"])
+    parallel = config.parallel
+    parallel.data_parallel_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel = 16, 4, True
+    parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size = 8, 1
+    assert problems(config, 64, launch_dir=Path(), dry_run=True) == []
+    sizes = plan(config, 64, Cluster(8, 8))
+    expected = {"world_size": 64, "data_parallel_size": 16, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    expected |= {"expert_data_parallel_size": 8, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    assert sizes | expected == sizes
+    assert sizes["nodes"] == {"num_nodes": 8, "accelerators_per_node": 8, "crossed_by": ["data", "expert data"]}
+    assert sizes["accumulation"] * 16 * config.train.micro_batch_size == config.train.global_batch_size
+    text = _shown(config, 64, Cluster(8, 8))
+    for part in (
+        "64 = data-parallel 16 x tensor-parallel 4 (sequence parallel), ZeRO",
+        "EP 8: 1 of the 8 experts of a layer on each rank; 64 ranks = expert-data-parallel 8 x EP 8 x ETP 1",
+        "8 x 8 ranks; groups that cross nodes: data, expert data",
+    ):
+        assert part in text
+    parallel.expert_tensor_parallel_size, parallel.sequence_parallel = 4, False
+    text = _shown(config, 64)
+    assert "on each rank, 1/4 of each; 64 ranks = expert-data-parallel 2 x EP 8 x ETP 4" in text
+    assert "sequence parallel" not in text and "nodes" not in text and "nodes" not in plan(config, 64)
+
+
+def _shown(config: Config, world_size: int, cluster: Cluster | None = None) -> str:
     shown = io.StringIO()
-    Console(width=200, file=shown).print(describe(config, 64))
-    for text in ("128 x 48 layers, top-8, width 768", "EP 8: 16 of the 128", "expert-data-parallel 8"):
-        assert text in shown.getvalue()
+    Console(width=200, file=shown).print(describe(config, world_size, cluster))
+    return shown.getvalue()
 
 
 def test_a_dense_plan_has_no_experts():
@@ -212,9 +348,7 @@ def test_a_dense_plan_has_no_experts():
     sizes = plan(config, 2)
     keys = ("num_moe_layers", "expert_model_parallel_size", "expert_data_parallel_size")
     assert [sizes[key] for key in keys] == [0, 1, 2]
-    shown = io.StringIO()
-    Console(width=200, file=shown).print(describe(config, 2))
-    assert "expert" not in shown.getvalue()
+    assert "expert" not in _shown(config, 2)
 
 
 EQUAL_COMPUTE = ["switch_4e", "switch_8e", "switch_16e", "switch_32e", "top2_8e", "fine_grained_32e_top4_shared"]
