@@ -45,6 +45,13 @@ class Activation(enum.Enum):
     gelu = "gelu"
 
 
+class Recompute(enum.Enum):
+    """Which activations the backward pass computes again instead of keeping them: those of whole blocks, or of some modules."""
+
+    selective = "selective"
+    full = "full"
+
+
 class TransformerImpl(enum.Enum):
     """Layer specification: plain torch, Transformer Engine, or the latter wherever it can run."""
 
@@ -157,6 +164,8 @@ class ModelConfig:
         0.02  # of initial weights; matrices that write to the residual stream: / sqrt(2 num_layers)
     )
     transformer_impl: TransformerImpl = TransformerImpl.auto
+    recompute_granularity: Recompute | None = None  # null: everything is kept
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of selective: core_attn, layernorm, mlp, moe
 
 
 @dataclass

@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
 
 from recipes import collectives, partial
-from recipes.config import Config
+from recipes.config import Config, Recompute
 from recipes.groups import enter
 from recipes.logical import (
     LocalParameter,
@@ -36,6 +36,7 @@ from recipes.logical import (
 )
 from recipes.model.blocks import build_norm, layer_spec, rotary_angles, transformer_config
 from recipes.model.loss import token_losses
+from recipes.model.recompute import NormOutputs, recompute_module, recomputed
 from recipes.moe.context import MoeContext
 from recipes.moe.layer import MoeLayer
 from recipes.topology import Layout, Role
@@ -75,11 +76,33 @@ class Block(nn.Module):
         if moe is not None and layer in moe.layers:
             spec.submodules.mlp = ModuleSpec(module=MoeLayer, params={"run": config, "context": moe, "layer": layer})
         self.inner = build_module(spec, config=mcore_config, layer_number=layer + 1)
+        self.moe = (moe,)  # a tuple: it is no module of the block
+        self._choose_recomputation(config)
         if config.model.qk_layernorm and mcore_config.tensor_model_parallel_size > 1:  # fed with this rank's heads
             partial.mark(self.inner.self_attention.q_layernorm.parameters())
             partial.mark(self.inner.self_attention.k_layernorm.parameters())
 
+    def _choose_recomputation(self, config: Config) -> None:
+        granularity, modules = config.model.recompute_granularity, config.model.recompute_modules
+        selective = granularity is Recompute.selective
+        self.recomputes = granularity is Recompute.full
+        self.norm_outputs = None
+        if selective and "core_attn" in modules:
+            recompute_module(self.inner.self_attention.core_attention, *self.moe)
+        if selective and ("moe" if isinstance(self.inner.mlp, MoeLayer) else "mlp") in modules:
+            recompute_module(self.inner.mlp, *self.moe)
+        if selective and "layernorm" in modules:
+            self.norm_outputs = NormOutputs([self.inner.input_layernorm, self.inner.pre_mlp_layernorm])
+
     def forward(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if self.recomputes:
+            return recomputed(self._layer, *self.moe, x_SBH, angles, mask)
+        if self.norm_outputs is None:
+            return self._layer(x_SBH, angles, mask)
+        with self.norm_outputs():
+            return self._layer(x_SBH, angles, mask)
+
+    def _layer(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.inner(x_SBH, attention_mask=mask, rotary_pos_emb=angles)[0]
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:

@@ -31,6 +31,7 @@ class MoeContext:
         # of every expert's matrices: then all of them route all the tokens, and a loss or count of a token must enter once.
         self.tokens_split = layout.tensor_parallel_size > layout.expert_tensor_parallel_size
         self.copies = 1 if self.tokens_split else layout.tensor_parallel_size
+        self.recording = True  # not while activations are computed again
         self.reports = self.copies == 1 or groups.index(Role.tp) == 0
         self.num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size))
         self.sequences_per_step = train.global_batch_size
@@ -63,7 +64,7 @@ class MoeContext:
 
     @torch.no_grad()
     def _record(self, row: int, counts_E, probs_TE, dropped: torch.Tensor | int, balance, z) -> None:
-        if not self.reports:
+        if not self.reports or not self.recording:
             return
         entropy = torch.special.entr(probs_TE).sum()
         sums = [len(probs_TE), dropped, entropy, balance, z]

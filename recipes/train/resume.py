@@ -9,6 +9,8 @@ from recipes.config import Config, to_plain
 
 # Other values would mean another model, other samples, or another meaning of "step".
 _FIXED = ("run.seed", "train.global_batch_size", "train.precision", "data.domain_weights", "optimizer.name")
+# How a model is computed is no part of it.
+_FREE = ("transformer_impl", "recompute_granularity", "recompute_modules")
 # Other values would make the learning rate jump.
 _SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "schedule")
 
@@ -16,7 +18,7 @@ _SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "schedule")
 def check_resumable(config: Config, checkpoint: Checkpoint) -> None:
     """Raise one ValueError naming every setting that differs from the checkpoint's and must not."""
     old, new = checkpoint.trainer["config"], to_plain(config)
-    model = [f"model.{key}" for key in new["model"] if key != "transformer_impl"]
+    model = [f"model.{key}" for key in new["model"] if key not in _FREE]
     model += [f"moe.{key}" for key in new["moe"] if key != "backend"]  # both backends are the same model
     problems = _differences(old, new, [*model, *_FIXED], "keep the value of the checkpoint, or start a new run")
     changed = [] if config.schedule.lr_decay_steps is not None else ["train.steps"]
