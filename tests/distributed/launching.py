@@ -31,10 +31,10 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def tiny_overrides(data: Path, folder: Path, *more: str) -> list[str]:
-    """A run of a model with 20 thousand parameters, 8 sequences per step, at a constant learning rate."""
+def tiny_overrides(data: Path, folder: Path, *more: str, experiment: str = "debug") -> list[str]:
+    """The experiment with a model of 20 thousand parameters (without experts), 8 sequences per step, at a constant rate."""
     return [
-        "experiment=debug",
+        f"experiment={experiment}",
         "schedule=constant",
         f"data.path={data}",
         f"run.dir={folder}",

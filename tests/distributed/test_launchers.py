@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -29,6 +31,20 @@ pytestmark = pytest.mark.distributed
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 STEPS = 20
 MANY = "train.steps=1000000"  # more than any test waits for
+TWENTY = f"train.steps={STEPS}"
+
+
+def run_of(model: str, data, folder, *more: str) -> list[str]:
+    """A tiny run of the dense model, or of the quickstart's with experts, named by its backend."""
+    if model == "dense":
+        return tiny_overrides(data, folder, *more)
+    quick = ["schedule.lr_warmup_steps=5", "telemetry=disabled"]
+    return tiny_overrides(data, folder, f"moe.backend={model}", *quick, *more, experiment="switch_8e")
+
+
+def over_ranks(model: str) -> list[str]:
+    """Half of the experts on each of two ranks."""
+    return [] if model == "dense" else ["parallel.expert_model_parallel_size=2"]
 
 
 def losses(folder) -> list[float]:
@@ -60,16 +76,26 @@ def slurm(task: int, job_id: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_data, tmp_path_factory) -> list[float]:
-    """The losses of one plain process with twice the micro batch."""
-    folder = tmp_path_factory.mktemp("plain")
-    arguments = tiny_overrides(tiny_data, folder / "run", f"train.steps={STEPS}", "train.micro_batch_size=8")
-    job = ForkedJob(arguments, folder)
-    with running(job):
-        assert job.wait(40) == 0, job.output()
-    found = losses(folder / "run")
-    assert len(found) == STEPS and found[-1] < found[0] - 0.1  # it learns
-    return found
+def plain(tiny_data, tmp_path_factory) -> Callable[[str], list[float]]:
+    """The losses of one plain process with twice the micro batch, by model."""
+
+    @functools.cache
+    def plain(model: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("plain")
+        job = ForkedJob(run_of(model, tiny_data, folder / "run", TWENTY, "train.micro_batch_size=8"), folder)
+        with running(job):
+            assert job.wait(40) == 0, job.output()
+        found = losses(folder / "run")
+        assert len(found) == STEPS and found[-1] < found[0] - 0.1  # it learns
+        return found
+
+    return plain
+
+
+@pytest.fixture(scope="module")
+def expected(plain) -> list[float]:
+    """The losses of the dense model."""
+    return plain("dense")
 
 
 LAUNCHERS = {
@@ -84,16 +110,18 @@ def launch(name: str, arguments: list[str], folder) -> LaunchedJob:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number", "to_group"),
+    ("launcher", "number", "to_group", "model"),
     [
-        ("deepspeed", signal.SIGTERM, False),  # its outer process dies of this without telling anybody
-        ("deepspeed", signal.SIGINT, True),  # Ctrl-C in a terminal reaches the launcher and every rank
-        ("torchrun", signal.SIGINT, True),  # its ranks have sessions of their own
+        ("deepspeed", signal.SIGTERM, False, "dense"),  # its outer process dies of this without telling anybody
+        ("deepspeed", signal.SIGINT, True, "grouped"),  # Ctrl-C in a terminal reaches the launcher and every rank
+        ("torchrun", signal.SIGINT, True, "dense"),  # its ranks have sessions of their own
     ],
 )
-def test_a_launched_job_is_the_plain_run_and_stops_when_told(launcher, number, to_group, expected, tiny_data, tmp_path):
+def test_a_launched_job_is_the_plain_run_and_stops_when_told(
+    launcher, number, to_group, model, plain, tiny_data, tmp_path
+):
     folder = tmp_path / "実行 1" / "run a=b"
-    job = launch(launcher, tiny_overrides(tiny_data, folder, MANY), tmp_path)
+    job = launch(launcher, run_of(model, tiny_data, folder, MANY, *over_ranks(model)), tmp_path)
     with running(job):
         wait_until(lambda: steps_recorded(folder) >= STEPS or job.process.poll() is not None, 50, job)
         if to_group:
@@ -104,11 +132,23 @@ def test_a_launched_job_is_the_plain_run_and_stops_when_told(launcher, number, t
         assert job.wait(20) != 0
         wait_until(lambda: not job.left(), 20 - (time.monotonic() - stopped), job)
         assert check_stopped(folder, job) >= STEPS
-        assert losses(folder)[:STEPS] == pytest.approx(expected, rel=1e-5)
+        assert losses(folder)[:STEPS] == pytest.approx(plain(model), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "model"),
+    [("deepspeed", "deepspeed"), ("torchrun", "deepspeed"), ("torchrun", "grouped")],  # the fourth is above
+)
+def test_a_launched_job_with_experts_is_the_plain_run_and_ends(launcher, model, plain, tiny_data, tmp_path):
+    job = launch(launcher, run_of(model, tiny_data, tmp_path / "run", TWENTY, *over_ranks(model)), tmp_path)
+    with running(job):
+        assert job.wait(50) == 0, job.output()
+        assert job.left() == []
+    assert losses(tmp_path / "run") == pytest.approx(plain(model), rel=1e-5)
 
 
 def test_srun_tasks(expected, tiny_data, tmp_path):
-    arguments = tiny_overrides(tiny_data, tmp_path / "run", f"train.steps={STEPS}")
+    arguments = tiny_overrides(tiny_data, tmp_path / "run", TWENTY)
     jobs = [ForkedJob([*arguments, "--local_rank", str(task)], tmp_path, **slurm(task, "4711")) for task in range(2)]
     with running(*jobs):
         assert [job.wait(40) for job in jobs] == [0, 0], jobs[0].output() + jobs[1].output()
