@@ -1,0 +1,113 @@
+"""`tools.conformance` passes what is right, and names what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import signal
+import sys
+import time
+
+import pytest
+
+from recipes.config import MoeBackend
+from tests.distributed.launching import LaunchedJob, running, wait_until
+from tools.conformance import sweep
+from tools.conformance.__main__ import main
+
+pytestmark = pytest.mark.distributed
+FAULTS = "tests.distributed.conformance_faults"
+
+
+@pytest.fixture
+def conformance(monkeypatch, tmp_path):
+    """Runs the command on some of the layouts, with a fault planted: (exit code, rows of the JSON file)."""
+
+    def conformance(recipe, world_size, *wanted, plant=None, limit=60.0):
+        everything = sweep.plan
+
+        def chosen(config, world_size, layouts, seed):
+            plan = everything(config, world_size, "all", seed)
+            cases = [next(case for case in plan.cases if found(case)) for found in wanted]
+            return dataclasses.replace(plan, cases=cases) if wanted else everything(config, world_size, layouts, seed)
+
+        with monkeypatch.context() as patched:
+            for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+                patched.setenv(name, "")  # undone afterwards
+            fault = None if plant is None else f"{FAULTS}:{plant}"
+            patched.setattr(sweep, "plan", chosen)
+            patched.setattr(sweep, "sweep", functools.partial(sweep.sweep, plant=fault, limit=limit))
+            file = tmp_path / "rows.json"
+            words = [f"experiment={recipe}", "--world-size", str(world_size), "--layouts", "6", "--json", str(file)]
+            code = main(words)
+        return code, json.loads(file.read_text())["rows"]
+
+    return conformance
+
+
+def layout(name, zero=None, backend=MoeBackend.grouped, accumulation=1):
+    """Chooses the case of this layout."""
+
+    def found(case):
+        same = str(case) == name and case.accumulation == accumulation and case.backend in (backend, None)
+        return same and zero in (None, case.layout.zero_stage)
+
+    return found
+
+
+def test_six_layouts_of_four_ranks_are_equal_to_one_process(conformance):
+    code, rows = conformance("top2_8e", 4)
+    assert code == 0 and len(rows) == 6
+    assert all(row["ok"] and row["grad_err"] > 0 and row["sgd_err"] > 0 and row["adamw_err"] > 0 for row in rows)
+    assert {row["zero"] for row in rows} == {0, 1, 2} and {row["backend"] for row in rows} == {"grouped", "deepspeed"}
+    assert {row["layout"].split()[0] for row in rows} == {"tp1", "tp2", "tp4"}
+
+
+@pytest.mark.parametrize(
+    ("plant", "wanted", "column", "size", "tensor"),
+    [
+        ("expert_gradient_twice", layout("tp1 ep2 etp1 dp2", zero=1), "grad_err", (0.999, 1.001), "experts.5.down.weight"),
+        ("router_not_summed", layout("tp2 sp ep2 etp1 dp1", zero=1), "replica_err", (0.1, 10), "moe.router.weight"),
+        ("router_not_summed", layout("tp2 ep1 etp2 dp1", zero=0), "grad_err", (0.1, 10), "moe.router.weight"),
+        ("norm_not_summed", layout("tp2 sp ep1 etp2 dp1", zero=2), "replica_err", (0.1, 10), "layers.0.attention_norm.weight"),
+        ("expert_left_out_of_norm", layout("tp1 ep2 etp1 dp2", zero=0), "norm_err", (3e-5, 0.5), "layers.1.moe.experts.5"),
+        ("balance_per_shard", layout("tp1 ep1 etp1 dp2", zero=1), "aux_err", (1e-3, 0.5), "moe.router.weight"),
+        ("balance_per_shard", layout("tp2 ep2 etp1 dp1", zero=1), "aux_err", (1e-3, 0.5), "moe.router.weight"),
+        ("replica_perturbed", layout("tp1 ep2 etp1 dp2", zero=0), "replica_err", (9e-4, 1.1e-3), "layers.0.attention.q.weight"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_caught_and_named(conformance, plant, wanted, column, size, tensor):
+    code, (row,) = conformance("switch_8e", 2, wanted, plant=plant)
+    assert code == 1 and not row["ok"] and row["problem"] is None
+    assert size[0] <= row[column] <= size[1]
+    assert row["worst_tensor"].endswith(tensor)
+
+
+def test_a_layout_that_raises_or_hangs_is_a_row_and_the_sweep_goes_on(conformance, capsys):
+    wanted = [layout("tp1 dp2", zero=stage) for stage in (0, 1, 2, 0)]
+    code, rows = conformance("dense", 2, *wanted, plant="stage_one_raises_and_stage_two_hangs", limit=20)
+    assert code == 1
+    assert [row["ok"] for row in rows] == [True, False, False, True]
+    assert [row["problem"] is None for row in rows] == [True, False, False, True]
+    assert rows[1]["problem"].startswith("rank 1: ZeroDivisionError: planted fault (conformance_faults.py:")
+    assert (
+        rows[2]["problem"].startswith("no answer in 20 s: ")
+        and "rank 1 in conformance_faults.py:" in rows[2]["problem"]
+    )
+    assert rows[1]["grad_err"] is None and rows[1]["seconds"] < 20 <= rows[2]["seconds"]
+    assert "planted fault" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_leaves_no_process(tmp_path, number):
+    words = ["experiment=dense", "--world-size", "2", "--layouts", "all"]
+    job = LaunchedJob([sys.executable, "-m", "tools.conformance", *words], tmp_path)
+    with running(job):
+        wait_until(lambda: "1 of 18" in job.output(), 50, job)
+        job.send(number)
+        assert job.wait(10) == 128 + number
+        deadline = time.monotonic() + 5
+        while job.left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not job.left()

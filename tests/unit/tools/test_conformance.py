@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.config import MoeBackend, OptimizerName
+from recipes.logical import logical_tensors, moe_layers, num_kv_heads
+from recipes.pretrain import ROOT, compose
+from recipes.topology import Layout
+from recipes.validation import problems
+from recipes.validation.layouts import legal_layouts
+from tools.conformance import compare, sampling, shrink, sweep
+from tools.conformance.__main__ import main
+from tools.conformance.compare import Box, Errors, Measured, Reference, Routed
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "hydra_conf" / "experiment").glob("*.yaml"))
+
+
+def recipe(name, *overrides):
+    return shrink.checked(compose([f"experiment={name}", *overrides]))
+
+
+def cases_of(name, world_size, *overrides):
+    return sampling.legal_cases(shrink.shrink(recipe(name, *overrides), world_size), world_size)
+
+
+class TestShrink:
+    @pytest.mark.parametrize("name", EXPERIMENTS)
+    def test_every_recipe_becomes_small_and_keeps_its_parts(self, name):
+        config = recipe(name)
+        small = shrink.shrink(config, 4)
+        assert not problems(small, 1, launch_dir=Path.cwd(), dry_run=True)
+        assert sum(tensor.numel for tensor in logical_tensors(small).values()) < 60_000
+
+        def heads_per_group(config):
+            return config.model.num_attention_heads // num_kv_heads(config.model)
+
+        def parts(config):
+            """Kinds of tensors: names without numbers."""
+            return {tuple(word for word in name.split(".") if not word.isdecimal()) for name in logical_tensors(config)}
+
+        assert heads_per_group(small) == heads_per_group(config) and parts(small) == parts(config)
+        for group, key in (("moe", "moe_router_topk"), ("moe", "moe_layer_freq"), ("moe", "aux_loss_scope")):
+            assert getattr(getattr(small, group), key) == getattr(getattr(config, group), key)
+        of_all, of_small = moe_layers(config), moe_layers(small)
+        assert of_small == [layer for layer in of_all if layer < small.model.num_layers] and bool(of_small) == bool(
+            of_all
+        )
+        assert len(of_small) == len(of_all) or len(of_small) > 1
+
+    @pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            [],
+            ["model.num_attention_heads=6", "model.num_query_groups=3", "model.hidden_size=96"],
+            ["model.ffn_hidden_size=342", "moe.moe_ffn_hidden_size=100", "moe.num_moe_experts=12"],
+            ["model.num_query_groups=1", "model.seq_length=130", "moe.moe_router_topk=8"],
+        ],
+    )
+    def test_the_small_recipe_has_the_layouts_of_the_large_one(self, world_size, changes):
+        config = recipe("top2_8e", *changes)
+        small = shrink.shrink(config, world_size)
+        config.train.global_batch_size = small.train.global_batch_size
+        assert legal_layouts(small, world_size) == legal_layouts(config, world_size)
+
+    def test_what_was_scaled_is_told(self):
+        config = recipe("qwen3_30b_a3b_64gpu_h100_bf16")
+        lines = list(shrink.changes(config, shrink.shrink(config, 4)))
+        assert "moe.num_moe_experts  128 -> 16" in lines and "model.num_layers  48 -> 2" in lines
+        assert "train.precision  bf16 -> fp32" in lines
+        assert not [line for line in lines if "num_query_groups" in line or "moe_router_topk" in line]
+
+    def test_a_wrong_recipe_is_refused_with_all_its_mistakes(self):
+        with pytest.raises(
+            ValueError, match=r"2 problems\n(.|\n)*num_query_groups=3 must divide(.|\n)*moe_router_topk=9"
+        ):
+            recipe("top2_8e", "model.num_query_groups=3", "moe.moe_router_topk=9")
+
+    def test_layout_and_folders_of_the_recipe_do_not_matter(self):
+        config = recipe("moe_8x7b_64gpu_h100_bf16", "run.dir=/", "parallel.tensor_model_parallel_size=7")
+        assert config.parallel.tensor_model_parallel_size == 1 and config.run.dir is None
+
+
+class TestSampling:
+    @pytest.mark.parametrize("name", ["dense", "top2_8e", "fine_grained_32e_top4_shared"])
+    @pytest.mark.parametrize(("world_size", "at_least"), [(1, 30), (2, 12), (4, 40), (8, 30)])
+    def test_a_sample_has_every_pair_of_options_and_enough_layouts(self, name, world_size, at_least):
+        cases, _ = cases_of(name, world_size)
+        chosen = sweep.plan(recipe(name), world_size).cases
+        assert len(chosen) == len(set(chosen)) >= min(at_least, len(cases)) and set(chosen) <= set(cases)
+
+        def together(cases):
+            return {frozenset(pair) for case in cases for pair in itertools.combinations(dict(case.options).items(), 2)}
+
+        assert together(chosen) == together(cases)
+
+    def test_pairs_alone_need_few_layouts_and_the_seed_chooses_them(self):
+        cases, _ = cases_of("top2_8e", 4)
+        assert len(cases) > 200
+        first, second = sampling.sample(cases, 1, 0), sampling.sample(cases, 2, 0)
+        assert len(first) < 20 and first != second and first == sampling.sample(cases, 1, 0)
+
+    def test_options(self):
+        case = sampling.Case(Layout(4, 2, expert_parallel_size=2, sequence_parallel=True), 2, MoeBackend.grouped)
+        assert str(case) == "tp2 sp ep2 etp1 dp2"
+        assert dict(case.options) == {
+            "tp": 2, "sp": True, "zero": 1, "accumulation": 2, "ep": 2, "etp": 1, "backend": "grouped",
+        }  # fmt: skip
+        assert str(dataclasses.replace(case, backend=None)) == "tp2 sp dp2"
+        assert not {"ep", "etp", "backend"} & dict(dataclasses.replace(case, backend=None).options).keys()
+
+    def test_the_batch_is_the_same_in_every_case(self):
+        small = shrink.shrink(recipe("top2_8e"), 8)
+        for case in sampling.legal_cases(small, 8)[0]:
+            train = case.config(small).train
+            ranks = case.layout.data_parallel_size
+            assert train.micro_batch_size * ranks * case.accumulation == train.global_batch_size
+
+    def test_a_backend_that_cannot_run_the_recipe_is_left_out_with_its_reason(self):
+        cases, notes = cases_of("fine_grained_32e_top4_shared", 2)
+        assert {case.backend for case in cases} == {MoeBackend.grouped}
+        assert len(notes) == 1 and "moe.backend=deepspeed is left out" in notes[0] and "renormalises" in notes[0]
+        assert cases_of("top2_8e", 2)[1] == []
+
+
+def box(name, offsets, values):
+    return Box(name, tuple(offsets), np.asarray(values, dtype=np.float32))
+
+
+EXPECTED = {"a": np.array([[3.0, 0.0], [0.0, 4.0]]), "small": np.full(4, 1e-9), "b": np.array([1.0])}
+
+
+class TestErrors:
+    def test_relative_error_with_a_floor_for_tensors_near_zero(self):
+        found = [
+            box("a", (0, 0), [[3, 0.5]]),
+            box("a", (1, 0), [[0, 4]]),
+            box("b", (0,), [1]),
+            box("small", (0,), [1e-4] * 4),
+        ]
+        errors = compare.tensor_errors(found, EXPECTED)
+        assert errors["a"] == pytest.approx(0.5 / 5) and errors["b"] == 0
+        rms = math.sqrt((25 + 1) / 9)
+        assert errors["small"] == pytest.approx(2e-4 / (1e-3 * 2 * rms), rel=1e-3)
+        assert compare.worst_of(errors) == (errors["a"], "a")
+
+    def test_the_worst_copy_of_a_part_counts(self):
+        parts = [box("a", (1, 0), [[0, 4]]), box("b", (0,), [1]), box("small", (0,), [0] * 4)]
+        right, wrong = box("a", (0, 0), [[3, 0]]), box("a", (0, 0), [[3, 5]])
+        for copies in ([right, wrong], [wrong, right], [wrong, wrong]):
+            assert compare.tensor_errors([*parts, *copies], EXPECTED)["a"] == pytest.approx(1.0)
+
+    def test_a_tensor_that_is_not_covered_or_not_finite_is_infinitely_wrong(self):
+        errors = compare.tensor_errors([box("a", (0, 0), [[3, 0]]), box("b", (0,), [np.nan])], EXPECTED)
+        assert errors == {"a": math.inf, "b": math.inf, "small": math.inf}
+
+    def test_replicas_are_compared_bit_by_bit(self):
+        same = [box("a", (0,), [1, 2]), box("a", (0,), [1, 2]), box("a", (2,), [5, 6]), box("b", (0,), [1, 2])]
+        assert compare.replica_error(same) == (0.0, "")
+        error, name = compare.replica_error([*same, box("a", (2,), [5, 6.001])])
+        assert name == "a" and error == pytest.approx(0.001 / math.hypot(5, 6), rel=1e-3)
+        next_up = np.nextafter(np.float32(1), np.float32(2))
+        assert 0 < compare.replica_error([*same, box("b", (0,), [next_up, 2])]).error < 1e-7
+        assert compare.replica_error([box("a", (0,), [0.0]), box("a", (0,), [-0.0])]).error > 0
+        assert compare.replica_error([box("a", (0,), [0.0]), box("a", (0,), [np.nan])]) == (math.inf, "a")
+
+    def test_numbers_of_ranks(self):
+        assert compare.relative([2.0, 2.002], 2.0) == pytest.approx(1e-3)
+        assert compare.relative([2.0, math.nan], 2.0) == math.inf
+
+    def test_a_wrong_norm_is_explained_by_what_it_misses(self):
+        random = np.random.default_rng(1)
+        names = [f"layers.1.moe.experts.{expert}.{part}.weight" for expert in range(4) for part in ("up", "down")]
+        gradients = {name: random.normal(size=(5, 7)) for name in ["embedding.weight", *names]}
+        squares = {name: np.square(gradient).sum() for name, gradient in gradients.items()}
+        total = sum(squares.values())
+
+        def without(*names):
+            return math.sqrt(total - sum(squares[name] for name in names))
+
+        assert compare.explain_norm(without(names[3]), gradients) == names[3]
+        assert compare.explain_norm(without(names[4], names[5]), gradients) == "layers.1.moe.experts.2"
+        assert compare.explain_norm(without(*names), gradients) == "layers.1.moe.experts"
+        assert compare.explain_norm(math.sqrt(total + squares[names[0]]), gradients) == names[0]
+        assert compare.explain_norm(math.sqrt(total), gradients) == ""
+        assert compare.explain_norm(math.inf, gradients) == ""
+
+    def test_flips_count_tokens_with_other_experts_or_none(self):
+        expected = {
+            1: np.sort(np.random.default_rng(1).permuted(np.tile(np.arange(8), (4, 6, 1)), axis=2)[..., :2], axis=2)
+        }
+
+        def seen(samples, first, last):
+            ids = expected[1][samples][:, first:last].transpose(1, 0, 2).copy()
+            return Routed(1, first, np.array(samples), ids)
+
+        parts = [seen([0, 2], 0, 3), seen([0, 2], 3, 6), seen([1, 3], 0, 6), seen([1, 3], 0, 6)]
+        assert compare.route_flips(parts, expected) == 0
+        assert compare.route_flips(parts[1:], expected) == 6
+        parts[3].ids_SBK[4, 1] = (expected[1][3, 4] + 1) % 8  # one of two that saw it
+        assert compare.route_flips(parts, expected) == 1
+
+
+def measured(reference, **changes):
+    """One rank that holds everything and agrees with the reference."""
+
+    def whole(tensors):
+        return [Box(name, (0,) * tensor.ndim, tensor.astype(np.float32)) for name, tensor in tensors.items()]
+
+    updated = {
+        name: whole({key: reference.start[key] + update for key, update in updates.items()})
+        for name, updates in reference.updates.items()
+    }
+    right = Measured(
+        3.0, {"z_loss": 2.0}, reference.norm, whole(reference.start), whole(reference.gradients), updated, []
+    )
+    return right._replace(**changes)
+
+
+@pytest.fixture
+def reference():
+    random = np.random.default_rng(1)
+    tensors = [{name: random.normal(size=(8, 8)) for name in ("x", "y")} for _ in range(4)]
+    start, gradients = tensors[:2]
+    norm = math.sqrt(sum(np.square(tensor).sum() for tensor in gradients.values()))
+    updates = dict(zip(OptimizerName, tensors[2:], strict=True))
+    settings = {"clip_grad": 0.0, "adam_eps": 1.0, "lr": dict.fromkeys(OptimizerName, 1.0)}
+    return Reference(3.0, {"z_loss": 2.0}, norm, start, gradients, {}, updates=updates, **settings)
+
+
+class TestCompare:
+    def test_a_layout_that_agrees(self, reference):
+        errors = compare.compare([measured(reference)] * 2, reference)
+        assert errors.ok and errors.replica_err == 0 and errors.worst_tensor in ("x", "y")
+
+    @pytest.mark.parametrize(
+        ("column", "changes"),
+        [
+            ("loss_err", {"lm_loss": 3.00001}),
+            ("aux_err", {"aux": {"z_loss": 2.00001}}),
+            ("norm_err", {"norm": 1.0}),
+        ],
+    )
+    def test_a_number_of_one_rank_that_is_off(self, reference, column, changes):
+        errors = compare.compare([measured(reference), measured(reference, **changes)], reference)
+        assert not errors.ok
+        beyond = [name for name, bound in compare.BOUNDS.items() if getattr(errors, name) > bound]
+        assert beyond == [column]
+
+    def test_where_the_trouble_begins_is_named(self, reference):
+        def scaled(boxes, name, factor):
+            return [box._replace(values=box.values * np.float32(factor)) if box.name == name else box for box in boxes]
+
+        right = measured(reference)
+        wrong_update = right._replace(
+            updated=right.updated | {OptimizerName.sgd: scaled(right.updated[OptimizerName.sgd], "y", 3)}
+        )
+        errors = compare.compare([wrong_update], reference)
+        assert (
+            errors.worst_tensor == "y" and errors.sgd_err > 0.1 and errors.adamw_err < 1e-6 and errors.grad_err < 1e-6
+        )
+        wrong = wrong_update._replace(gradients=scaled(right.gradients, "x", 1.001))
+        errors = compare.compare([wrong], reference)
+        assert (
+            errors.worst_tensor == "x" and errors.grad_err == pytest.approx(1e-3, rel=1e-2) and errors.replica_err == 0
+        )
+        errors = compare.compare([wrong, wrong._replace(start=scaled(right.start, "y", 1.00001))], reference)
+        assert errors.worst_tensor == "y" and errors.replica_err == pytest.approx(1e-5, rel=0.1)
+
+
+ERRORS = Errors(1e-8, 0.0, 1e-6, 1e-8, 1e-6, 1e-5, 0.0, 0, "embedding.weight")
+
+
+class TestCommand:
+    @pytest.fixture
+    def command(self, monkeypatch, tmp_path, capsys):
+        """Runs the command with a sweep whose rows are given: (exit code, JSON or None, output)."""
+
+        def command(*rows, words=("experiment=dense", "--world-size", "2")):
+            def swept(plan):
+                for case, (errors, problem) in zip(plan.cases, itertools.cycle(rows), strict=False):
+                    yield sweep.Row(case, 1.5, errors, problem)
+
+            with monkeypatch.context() as patched:
+                for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+                    patched.setenv(name, "")  # undone afterwards
+                patched.setattr(sweep, "sweep", swept)
+                file = tmp_path / "new" / "rows.json"
+                code = main([*words, "--json", str(file)])
+            report = json.loads(file.read_text()) if file.exists() else None
+            return code, report, capsys.readouterr()
+
+        return command
+
+    def test_rows_table_and_exit_code(self, command):
+        code, report, output = command((ERRORS, None))
+        assert (
+            code == 0 and len(report["rows"]) == 12 and report["legal"] == 18 and report["bounds"]["loss_err"] == 1e-6
+        )
+        row = report["rows"][0]
+        assert set(row) == {
+            "layout", "backend", "zero", "world_size", "accumulation", "loss_err", "aux_err", "grad_err", "norm_err", "sgd_err",
+            "adamw_err", "replica_err", "route_flips", "worst_tensor", "ok", "seconds", "problem",
+        }  # fmt: skip
+        assert row["ok"] is True and row["world_size"] == 2 and row["backend"] is None and row["problem"] is None
+        assert "12 of 12 layouts equal one process (18 are legal on 2 ranks)" in output.out and "!" not in output.out
+        assert "model.num_layers  4 -> 2" in output.err and "12 of 12: " in output.err
+
+    @pytest.mark.parametrize(
+        ("errors", "problem"),
+        [
+            (dataclasses.replace(ERRORS, grad_err=2.1e-5), None),
+            (dataclasses.replace(ERRORS, replica_err=1e-30), None),
+            (dataclasses.replace(ERRORS, route_flips=1), None),
+            (dataclasses.replace(ERRORS, norm_err=math.inf), None),
+            (None, "rank 1: ZeroDivisionError: planted"),
+        ],
+    )
+    def test_one_row_that_is_off(self, command, errors, problem):
+        code, report, output = command(
+            (ERRORS, None), (errors, problem), words=("experiment=dense", "--world-size", "4")
+        )
+        assert code == 1 and [row["ok"] for row in report["rows"][:4]] == [True, False, True, False]
+        assert "15 of 30 layouts" in output.out and ("!" in output.out or "planted" in output.out)
+
+    def test_a_number_of_layouts(self, command):
+        words = ("experiment=switch_8e", "--world-size", "4", "--layouts")
+        assert len(command((ERRORS, None), words=(*words, "3"))[1]["rows"]) == 3
+        assert len(command((ERRORS, None), words=(*words, "all"))[1]["rows"]) == 252
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["experiment=nothing", "--world-size", "2"], "experiment=nothing: no such option"),
+            (["model.hidden_size=0", "--world-size", "2"], "model.hidden_size=0 must be at least 1"),
+            (["model.hiden_size=8", "--world-size", "2"], "model.hiden_size: unknown key"),
+        ],
+    )
+    def test_a_bad_recipe_is_one_message(self, command, words, message):
+        code, report, output = command((ERRORS, None), words=words)
+        assert code == 2 and report is None
+        assert output.err.startswith("error: ") and message in output.err and output.err.count("\n") == 1
+
+    @pytest.mark.parametrize("words", [["--world-size", "0"], [], ["--world-size", "2", "--layouts", "0"]])
+    def test_a_bad_flag(self, words, capsys):
+        with pytest.raises(SystemExit) as end:
+            main(["experiment=dense", *words])
+        assert end.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_the_recipe_alone():
+    config = recipe("top2_8e")
+    before = copy.deepcopy(config)
+    sweep.plan(config, 2, "3", seed=7)
+    assert config == before

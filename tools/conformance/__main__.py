@@ -1,0 +1,190 @@
+"""Is every layout of a recipe the same training run?
+
+The recipe is scaled down to CPU size with the same structure. For each layout of N ranks, fp32 training on the engine is compared
+with plain autograd in one process on the same samples: language loss, auxiliary losses, the raw gradient of every logical
+tensor, the gradient norm on every rank, the weights after 3 steps of SGD and of AdamW, the bits of all replicas, and the
+experts that the router chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tools.conformance.sweep import Plan, Row
+
+_EPILOG = """exit code: 0 all layouts are equal to one process; 1 one is not; 2 bad input
+
+The recipe's own parallel.*, zero.stage and moe.backend do not matter: they are what is tried.
+
+examples:
+  python -m tools.conformance experiment=switch_8e --world-size 2
+  python -m tools.conformance experiment=dense model.share_embeddings_and_output_weights=false --world-size 4 --layouts all
+  python -m tools.conformance experiment=qwen3_30b_a3b_64gpu_h100_bf16 --world-size 4 --json report/qwen3.json
+"""
+_COLUMNS = {
+    "loss_err": "loss",
+    "aux_err": "aux loss",
+    "grad_err": "gradient",
+    "norm_err": "norm",
+    "sgd_err": "SGD",
+    "adamw_err": "AdamW",
+    "replica_err": "replicas",
+    "route_flips": "flips",
+}
+
+
+def _layouts(text: str) -> str:
+    if text not in ("sample", "all") and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text}: must be sample, all, or a number of layouts from 1 up")
+    return text
+
+
+def _from(least: int):
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text}: must be an integer from {least} up")
+        return int(text)
+
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tools.conformance",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the recipe, as for recipes.pretrain")
+    parser.add_argument(
+        "--world-size", type=_from(1), required=True, metavar="N", help="ranks: processes on this machine"
+    )
+    parser.add_argument(
+        "--layouts",
+        type=_layouts,
+        default="sample",
+        metavar="sample|all|NUMBER",
+        help="sample: every pair of options that can occur together; NUMBER: so many of the sample (default: sample)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_from(0),
+        default=1234,
+        metavar="N",
+        help="of weights, samples, choice of layouts (default: 1234)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> list[Row]:
+    from rich.console import Console
+
+    from recipes.pretrain import compose
+    from recipes.telemetry.environment import describe_environment
+    from recipes.telemetry.summary import write_json
+    from tools.conformance.compare import BOUNDS
+    from tools.conformance.sweep import plan
+
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)  # now: a sweep takes minutes
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    planned = plan(compose(arguments.overrides), arguments.world_size, arguments.layouts, arguments.seed)
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    console.print("scaled:", *planned.notes, sep="\n  ")
+    rows = _swept(planned, console)
+    out = Console()
+    (out if out.is_terminal else Console(width=200)).print(table(planned, rows))
+    if arguments.json:
+        report = {"overrides": arguments.overrides, "seed": arguments.seed, "scaled": planned.notes, "bounds": BOUNDS}
+        report |= {"legal": planned.legal, "rows": [row.plain() for row in rows]}
+        write_json(arguments.json, report | {"environment": describe_environment([])})
+    return rows
+
+
+def _swept(planned: Plan, console) -> list[Row]:
+    """All rows, with a bar on a terminal, else a line for each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tools.conformance.sweep import sweep
+
+    rows = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("reference", total=len(planned.cases))
+        for row in sweep(planned):
+            rows.append(row)
+            progress.update(task, advance=1, description=str(row.case))
+            if not row.ok or not console.is_terminal:
+                console.print(f"{len(rows)} of {len(planned.cases)}: {_words(row)}")
+    return rows
+
+
+def _words(row: Row) -> str:
+    """A row in a line."""
+    backend = "" if row.case.backend is None else f", {row.case.backend.name}"
+    where = f"{row.case}{backend}, zero {row.case.layout.zero_stage}, {row.case.accumulation} micro steps"
+    if row.errors is None:
+        return f"{where}: {row.problem}"
+    return f"{where}: {'equal' if row.ok else f'OFF, worst is {row.errors.worst_tensor}'} ({row.seconds:.1f} s)"
+
+
+def table(planned: Plan, rows: Sequence[Row]) -> Table:
+    """All rows; an error beyond its bound has an exclamation mark."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from tools.conformance.compare import BOUNDS
+
+    equal = sum(row.ok for row in rows)
+    title = (
+        f"{equal} of {len(rows)} layouts equal one process ({planned.legal} are legal on {planned.world_size} ranks)"
+    )
+    shown = Table("layout", "backend", "zero", "micro steps", title=title, title_justify="left")
+    for name, header in _COLUMNS.items():
+        bound = f"<= {BOUNDS[name]:.0e}" if BOUNDS[name] else "0"
+        shown.add_column(f"{header}\n{bound}", justify="right")
+    shown.add_column("worst tensor", overflow="fold")
+    shown.add_column("s", justify="right")
+    for row in rows:
+        errors = row.errors
+        values = ["" if errors is None else _value(name, getattr(errors, name)) for name in _COLUMNS]
+        last = row.problem if errors is None else errors.worst_tensor
+        backend = "" if row.case.backend is None else row.case.backend.name
+        first = [str(row.case), backend, str(row.case.layout.zero_stage), str(row.case.accumulation)]
+        cells = [Text(cell or "") for cell in [*first, *values, last, f"{row.seconds:.1f}"]]
+        shown.add_row(*cells, style=None if row.ok else "red")
+    return shown
+
+
+def _value(name: str, error: float) -> str:
+    from tools.conformance.compare import BOUNDS
+
+    shown = str(error) if isinstance(error, int) or not error else f"{error:.1e}"
+    return shown.removesuffix(".0") + ("" if error <= BOUNDS[name] else " !")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 when a layout is not equal to one process; 2 on bad input."""
+    arguments = _parser().parse_intermixed_args(argv)
+    from tools.arms import stoppable
+
+    try:
+        with stoppable():
+            rows = _run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

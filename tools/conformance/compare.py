@@ -1,0 +1,240 @@
+"""Errors of a layout against the reference: pure arithmetic on arrays.
+
+    [Measured of each rank], Reference -> compare -> Errors -> which of them are beyond BOUNDS, and where
+
+A rank holds boxes of logical tensors; together the ranks of a layout hold each tensor, some parts of it several times.
+Relative error of a tensor: ||found - expected|| / max(||expected||, 1e-3 sqrt(numel) RMS), RMS over all tensors expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from recipes.config import OptimizerName
+
+Tensors = Mapping[str, np.ndarray]
+BOUNDS = {
+    "loss_err": 1e-6,
+    "aux_err": 1e-6,
+    "grad_err": 2e-5,
+    "norm_err": 2e-5,
+    "sgd_err": 1e-4,
+    "adamw_err": 1e-3,
+    "replica_err": 0.0,
+    "route_flips": 0,
+}
+TINY = float(np.finfo(np.float32).tiny)
+FLOOR = 1e-3  # of the RMS of all tensors: below it a tensor's own norm says nothing
+
+
+class Box(NamedTuple):
+    """A part of a logical tensor: its name, where it begins, and what it holds."""
+
+    name: str
+    offsets: tuple[int, ...]
+    values: np.ndarray
+
+    @property
+    def window(self) -> tuple[slice, ...]:
+        """Where it lies in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.values.shape, strict=True))
+
+
+class Routed(NamedTuple):
+    """Experts chosen in one layer: ids [positions, samples, K], sorted along K, of consecutive positions."""
+
+    layer: int
+    first_position: int
+    samples: np.ndarray
+    ids_SBK: np.ndarray
+
+
+class Measured(NamedTuple):
+    """Of one rank: losses and gradient norm of the first step, its parts of all tensors, its routing of the first step."""
+
+    lm_loss: float
+    aux: Mapping[str, float]
+    norm: float
+    start: list[Box]
+    gradients: list[Box]
+    updated: Mapping[OptimizerName, list[Box]]
+    routes: list[Routed]
+
+
+@dataclass
+class Reference:
+    """The same of one process, whole, with the settings that follow from its gradient."""
+
+    lm_loss: float
+    aux: Mapping[str, float]
+    norm: float
+    start: Tensors
+    gradients: Tensors
+    routes: Mapping[int, np.ndarray]  # layer -> ids [sample, position, K], sorted
+    clip_grad: float
+    adam_eps: float
+    lr: Mapping[OptimizerName, float]
+    updates: dict[OptimizerName, Tensors] = field(default_factory=dict)  # final weights - start
+    margin: float = math.inf  # smallest difference between the last chosen router logit and the next
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What BOUNDS bounds, and the tensor that is worst in relation to its bound."""
+
+    loss_err: float
+    aux_err: float
+    grad_err: float
+    norm_err: float
+    sgd_err: float
+    adamw_err: float
+    replica_err: float
+    route_flips: int
+    worst_tensor: str
+
+    @property
+    def ok(self) -> bool:
+        return all(getattr(self, name) <= bound for name, bound in BOUNDS.items())
+
+
+class Worst(NamedTuple):
+    """The largest of several errors and the tensor that has it."""
+
+    error: float
+    tensor: str
+
+
+NOTHING = Worst(0.0, "")
+
+
+def compare(ranks: Sequence[Measured], expected: Reference) -> Errors:
+    """All errors of a layout from what its ranks measured."""
+    gradients = [box for rank in ranks for box in rank.gradients]
+    found = {"grad_err": worst_of(tensor_errors(gradients, expected.gradients))}
+    copies = [[box for rank in ranks for box in rank.start], gradients]
+    for name in OptimizerName:
+        held = [box for rank in ranks for box in rank.updated[name]]
+        updates = [box._replace(values=box.values - expected.start[box.name][box.window].astype(float)) for box in held]
+        found[f"{name.name}_err"] = worst_of(tensor_errors(updates, expected.updates[name]))
+        copies.append(held)
+    norm = relative((rank.norm for rank in ranks), expected.norm)
+    furthest = max((rank.norm for rank in ranks), key=lambda norm: abs(norm - expected.norm))
+    found["norm_err"] = Worst(norm, explain_norm(furthest, expected.gradients))
+    found["replica_err"] = max(replica_error(boxes) for boxes in copies)
+    aux = [relative((rank.aux[key] for rank in ranks), value) for key, value in expected.aux.items()]
+    return Errors(
+        loss_err=relative((rank.lm_loss for rank in ranks), expected.lm_loss),
+        aux_err=max(aux, default=0.0),
+        route_flips=route_flips((part for rank in ranks for part in rank.routes), expected.routes),
+        worst_tensor=_worst_tensor(found),
+        **{name: worst.error for name, worst in found.items()},
+    )
+
+
+def _worst_tensor(found: Mapping[str, Worst]) -> str:
+    """The tensor that is furthest beyond its bound, where the trouble begins: unlike copies, gradients, then updates."""
+    for names in (("replica_err",), ("grad_err", "norm_err"), ("sgd_err", "adamw_err")):
+        ratios = [(found[name].error / max(BOUNDS[name], TINY), found[name].tensor) for name in names]
+        off, tensor = max(((ratio, tensor) for ratio, tensor in ratios if tensor), default=(0.0, ""))
+        if off > 1:
+            return tensor
+    return max((found[name].error / BOUNDS[name], found[name].tensor) for name in ("grad_err", "sgd_err", "adamw_err"))[
+        1
+    ]
+
+
+def rms(tensors: Iterable[np.ndarray]) -> float:
+    """Root mean square of all elements of all tensors."""
+    squares, count = 0.0, 0
+    for tensor in tensors:
+        squares += float(np.square(tensor, dtype=np.float64).sum())
+        count += tensor.size
+    return math.sqrt(squares / count)
+
+
+def tensor_errors(boxes: Iterable[Box], expected: Tensors) -> dict[str, float]:
+    """The relative error of each expected tensor; infinite if boxes do not cover it or a value is not finite.
+
+    Of several copies of a box the worst counts.
+    """
+    squares: dict[str, dict[tuple, float]] = {name: {} for name in expected}
+    covered = {name: np.zeros(tensor.shape, dtype=bool) for name, tensor in expected.items()}
+    for box in boxes:
+        difference = box.values.astype(np.float64) - expected[box.name][box.window]
+        key = (box.offsets, box.values.shape)
+        square = float(np.square(difference).sum())
+        worst = squares[box.name].get(key, 0.0)
+        squares[box.name][key] = max(worst, square) if math.isfinite(square) else math.inf
+        covered[box.name][box.window] = True
+    scale = rms(expected.values())
+    errors = {}
+    for name, tensor in expected.items():
+        least = FLOOR * math.sqrt(tensor.size) * scale
+        error = math.sqrt(sum(squares[name].values())) / max(float(np.linalg.norm(tensor)), least)
+        errors[name] = error if covered[name].all() and math.isfinite(error) else math.inf
+    return errors
+
+
+def worst_of(errors: Mapping[str, float]) -> Worst:
+    """The largest error and its tensor."""
+    name = max(errors, key=errors.__getitem__)
+    return Worst(errors[name], name)
+
+
+def replica_error(boxes: Iterable[Box]) -> Worst:
+    """0 if all copies of each box have the same bits, else the largest relative difference between a copy and the first."""
+    first: dict[tuple, np.ndarray] = {}
+    worst = NOTHING
+    for box in boxes:
+        one = first.setdefault((box.name, box.offsets, box.values.shape), box.values)
+        if one.tobytes() == box.values.tobytes():
+            continue
+        difference = float(np.linalg.norm(box.values.astype(np.float64) - one))
+        error = difference / max(float(np.linalg.norm(one)), TINY)
+        # Signed zeros, and NaNs, may differ in their bits only.
+        worst = max(worst, Worst(max(error, TINY) if math.isfinite(error) else math.inf, box.name))
+    return worst
+
+
+def relative(found: Iterable[float], expected: float) -> float:
+    """The largest relative difference of a number that several ranks have."""
+    errors = [abs(value - expected) / max(abs(expected), 1e-30) for value in found]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
+
+
+def explain_norm(norm: float, gradients: Tensors) -> str:
+    """The tensor, or the module with all its tensors, whose absence (or double count) explains a wrong gradient norm best.
+
+    Modules are those that a name contains: layers.1.moe.experts.7, layers.1.moe.experts, ... Empty if none explains it.
+    """
+    squares: dict[str, float] = {}
+    for name, tensor in gradients.items():
+        words = name.split(".")
+        square = float(np.square(tensor, dtype=np.float64).sum())
+        for length in range(1, len(words) + 1):
+            prefix = ".".join(words[:length])
+            squares[prefix] = squares.get(prefix, 0.0) + square
+    total = sum(float(np.square(tensor, dtype=np.float64).sum()) for tensor in gradients.values())
+    difference = abs(total - norm**2)
+    if not math.isfinite(difference) or difference <= 1e-6 * total:
+        return ""
+    name = min(squares, key=lambda name: (abs(squares[name] - difference), -len(name)))
+    return name if abs(squares[name] - difference) <= 1e-2 * difference else ""
+
+
+def route_flips(found: Iterable[Routed], expected: Mapping[int, np.ndarray]) -> int:
+    """Tokens whose set of experts is not that of `expected` (layer -> ids [sample, position, K]), or that nobody routed."""
+    same = {layer: np.zeros(ids.shape[:2], dtype=bool) for layer, ids in expected.items()}
+    other = {layer: np.zeros(ids.shape[:2], dtype=bool) for layer, ids in expected.items()}
+    for part in found:
+        positions = np.arange(part.first_position, part.first_position + part.ids_SBK.shape[0])
+        where = np.ix_(part.samples, positions)
+        equal_BS = (expected[part.layer][where] == part.ids_SBK.transpose(1, 0, 2)).all(axis=2)
+        same[part.layer][where] |= equal_BS
+        other[part.layer][where] |= ~equal_BS
+    return sum(int((other[layer] | ~same[layer]).sum()) for layer in expected)

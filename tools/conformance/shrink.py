@@ -1,0 +1,118 @@
+"""A recipe at CPU size with the same structure: few layers and narrow ones, every kind of part still there.
+
+What decides whether a layout is legal (heads, widths, tokens, experts) keeps its common divisor with the number of ranks, so
+that the small model has the layouts of the large one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes import schema
+from recipes.config import (
+    Config,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    Precision,
+    RunConfig,
+    TransformerImpl,
+    to_plain,
+)
+from recipes.logical import expert_width, ffn_width, num_kv_heads
+from recipes.validation import problems
+
+# Smallest sizes; all different, so that a mix-up of two axes shows.
+HIDDEN, FFN, EXPERT, SHARED, SEQUENCE, VOCABULARY = 24, 40, 16, 12, 16, 61
+EXPERTS, GROUPS, SAMPLES = 8, 4, 8
+# Weights so large that gradients are of order one and few tokens have two experts that are nearly equal.
+INIT_STD = 0.3
+AUX_LOSS, Z_LOSS = 0.1, 0.01  # at least, so that an error in them is seen in the router's gradient
+BUCKET = 4000  # elements: several buckets per model
+
+
+def checked(config: Config) -> Config:
+    """The recipe without what does not matter here: run folder, data, layout. Raises ValueError with all its mistakes."""
+    config = copy.deepcopy(config)
+    config.run, config.parallel, config.data.path = RunConfig(seed=config.run.seed), ParallelConfig(), None
+    config.model.vocab_size = config.model.vocab_size or VOCABULARY
+    found = problems(config, 1, launch_dir=Path.cwd(), dry_run=True)
+    if found:
+        raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+    return config
+
+
+def shrink(config: Config, world_size: int) -> Config:
+    """The scaled recipe for layouts of `world_size` ranks. `config` is valid (see `checked`)."""
+    small = copy.deepcopy(config)
+    _shrink_model(small.model, config, world_size)
+    _shrink_experts(small.moe, config, world_size)
+    small.train.precision = Precision.fp32
+    samples = 2 * world_size  # two micro steps of one sequence on every rank
+    small.train.global_batch_size = samples * math.ceil(SAMPLES / samples)
+    small.train.micro_batch_size = 1
+    small.train.spike_factor = 0.0
+    small.zero.reduce_bucket_size = min(config.zero.reduce_bucket_size, BUCKET)
+    small.zero.allgather_bucket_size = min(config.zero.allgather_bucket_size, BUCKET)
+    small.zero.overlap_comm = False  # needs CUDA
+    return small
+
+
+def _shrink_model(model: ModelConfig, config: Config, world_size: int) -> None:
+    queries = model.num_attention_heads // num_kv_heads(model)
+    groups = similar(num_kv_heads(config.model), GROUPS, world_size)
+    model.num_layers = _layers(config)
+    model.hidden_size = similar(model.hidden_size, HIDDEN, world_size)
+    model.ffn_hidden_size = similar(ffn_width(config.model), FFN, world_size)
+    model.num_attention_heads, model.num_query_groups = queries * groups, groups
+    model.kv_channels = next(n for n in range(4, 1 << 20, 2) if _rotates(int(n * model.rotary_percent)))
+    model.seq_length = similar(model.seq_length, SEQUENCE, world_size)
+    model.vocab_size, model.make_vocab_size_divisible_by = VOCABULARY, 16
+    model.hidden_dropout = model.attention_dropout = 0.0
+    model.init_method_std = INIT_STD
+    model.transformer_impl = TransformerImpl.local
+
+
+def _rotates(channels: int) -> bool:
+    return channels >= 2 and channels % 2 == 0
+
+
+def _layers(config: Config) -> int:
+    """Two layers, or enough for one of each kind; with experts in every second layer enough for two that have some."""
+    freq, offset = config.moe.moe_layer_freq, config.moe.moe_layer_offset
+    return min(config.model.num_layers, offset + freq + 1 if freq <= 2 else freq)
+
+
+def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
+    if moe.num_moe_experts is None:
+        return
+    moe.num_moe_experts = similar(moe.num_moe_experts, max(EXPERTS, 2 * moe.moe_router_topk), world_size)
+    moe.moe_ffn_hidden_size = similar(expert_width(config), EXPERT, world_size)
+    if moe.moe_shared_expert_intermediate_size is not None:
+        shared = similar(moe.moe_shared_expert_intermediate_size, SHARED, world_size)
+        moe.moe_shared_expert_intermediate_size = shared
+    moe.moe_expert_capacity_factor = moe.moe_eval_capacity_factor = None
+    moe.moe_min_capacity, moe.moe_token_drop_policy = MoeConfig().moe_min_capacity, MoeConfig().moe_token_drop_policy
+    if moe.moe_aux_loss_coeff:
+        moe.moe_aux_loss_coeff = max(moe.moe_aux_loss_coeff, AUX_LOSS)
+    if moe.moe_z_loss_coeff:
+        moe.moe_z_loss_coeff = max(moe.moe_z_loss_coeff, Z_LOSS)
+
+
+def similar(value: int, least: int, world_size: int) -> int:
+    """The smallest number from `least` on that has the common divisor of `value` with `world_size`, or `value` if smaller."""
+    return next(
+        n for n in range(min(value, least), value + 1) if math.gcd(n, world_size) == math.gcd(value, world_size)
+    )
+
+
+def changes(config: Config, small: Config) -> Iterator[str]:
+    """What was scaled, one line per key."""
+    old, new = to_plain(config), to_plain(small)
+    for group in ("model", "moe", "train", "zero"):
+        for key, value in new[group].items():
+            if old[group][key] != value:
+                yield f"{group}.{key}  {schema.show(old[group][key])} -> {schema.show(value)}"

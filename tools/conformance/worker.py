@@ -1,0 +1,233 @@
+"""What one rank does: train a few steps of the scaled recipe in one layout, and hand back all that can be compared.
+
+measure    the engine of the recipe, in the process group of the environment
+reference  plain autograd and torch's optimizers on the whole batch, alone
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from recipes import collectives, groups
+from recipes.config import Config, MoeBackend, OptimizerName
+from recipes.data.loader import step_indices
+from recipes.engine import Engine
+from recipes.launcher import rank_environment
+from recipes.logical import LocalParameter, Piece
+from recipes.model.gpt import GPT, registry
+from recipes.topology import Layout, Role, layout_of
+from recipes.train.batch import model_inputs, valid_tokens
+from recipes.train.guard import SpikeGuard
+from recipes.train.job import start_process
+from recipes.train.step import StepResult, train_step
+from tools.conformance.compare import Box, Measured, Reference, Routed, rms
+
+STEPS = 3
+EOD = 0  # id that ends a document
+UPDATE = 0.02  # RMS of an unclipped SGD update: a few per cent of the weights
+ADAMW_LR = 0.01
+AUX = ("load_balancing_loss", "z_loss")
+
+
+def micro_batches(config: Config, step: int, accumulation: int, index: int, size: int) -> list[dict[str, torch.Tensor]]:
+    """The inputs of data-parallel rank `index` of `size` at a step: its rows of a batch of random ids."""
+    train, model = config.train, config.model
+    shape = (train.global_batch_size, model.seq_length + 1)
+    generator = np.random.default_rng([config.run.seed, step])
+    ids_BS1 = generator.integers(1, model.vocab_size, shape)
+    ids_BS1[generator.random(shape) < 1 / 8] = EOD
+    rows = step_indices(0, train.micro_batch_size, accumulation, index, size)
+    return [model_inputs(ids_BS1[row], EOD, config.data, collectives.device()) for row in rows]
+
+
+class Recorder:
+    """Stands in for `MoeContext.auxiliary` of a model and keeps what the router chose."""
+
+    def __init__(self, model: GPT, rows: np.ndarray, part: int = 0):
+        """`rows` [micro steps, B]: samples of each; `part`: which share of the positions this rank sees, if not all."""
+        self.rows, self.part, self.found, self.margin = rows, part, list[Routed](), np.inf
+        self.calls: dict[int, int] = {}
+        if model.moe is not None:
+            self.auxiliary: Callable = model.moe.auxiliary
+            model.moe.auxiliary = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, out, layer: int, logits_TE, probs_TE, ids_TK, dropped, shape: tuple[int, int]) -> torch.Tensor:
+        topk = ids_TK.shape[1]
+        if topk < logits_TE.shape[1]:
+            top = logits_TE.detach().topk(topk + 1, dim=1).values
+            self.margin = min(self.margin, float((top[:, -2] - top[:, -1]).min()))
+        micro = self.calls.get(layer, 0)
+        self.calls[layer] = micro + 1
+        if micro < len(self.rows):  # the first step
+            ids_SBK = ids_TK.detach().sort(dim=1).values.view(*shape, topk)
+            self.found.append(Routed(layer, self.part * shape[0], self.rows[micro], ids_SBK.numpy()))
+        return self.auxiliary(out, layer, logits_TE, probs_TE, ids_TK, dropped, shape)
+
+
+def measure(configs: dict[OptimizerName, Config]) -> Measured:
+    """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective)."""
+    ranks = rank_environment(os.environ)
+    any_config = next(iter(configs.values()))
+    start_process(any_config, ranks)
+    layout = layout_of(any_config, ranks.world_size)
+    updated = {}
+    for name in (OptimizerName.adamw, OptimizerName.sgd):
+        trial = _Trial(configs[name], layout, ranks.rank)
+        updated[name] = trial.updated
+    groups.leave()
+    collectives.stop()
+    gc.collect()
+    aux = {key: trial.aux[key] for key in AUX if key in trial.aux}
+    result, recorder = trial.first, trial.recorder
+    return Measured(result.lm_loss, aux, result.grad_norm, trial.start, trial.gradients, updated, recorder.found)
+
+
+def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
+    """The model and its registry. Experts were not equally busy in the step before the first, which one scope looks back to."""
+    model = GPT(config, layout)
+    if model.moe is not None:
+        counts_NE = np.random.default_rng(config.run.seed).integers(1, 20, model.moe.previous_NE.shape)
+        model.moe.load({"previous_counts": counts_NE.tolist()})
+    return model, registry(model, config)
+
+
+class _Trial(SpikeGuard):
+    """Training with one optimizer. It is the guard of its steps, and so can look at the gradients before the update."""
+
+    def __init__(self, config: Config, layout: Layout, rank: int):
+        super().__init__(config.train)
+        model, entries = build(config, layout)
+        self.engine = Engine(model, entries, config)
+        accumulation, size = self.engine.accumulation_steps, layout.data_parallel_size
+        index = layout.index(Role.dp, rank)
+        rows = step_indices(0, config.train.micro_batch_size, accumulation, index, size)
+        split = model.moe is not None and model.moe.tokens_split
+        self.recorder = Recorder(model, rows, layout.index(Role.tp, rank) if split else 0)
+        self.start, self.gradients, self.aux = _held(entries), list[Box](), dict[str, Any]()
+        results: list[StepResult] = []
+        for step in range(STEPS):
+            batches = micro_batches(config, step, accumulation, index, size)
+            results.append(train_step(self.engine, batches, config.optimizer.lr, self, stop_requested=False))
+            aux = {} if model.moe is None else model.moe.finish_step()
+            self.aux = self.aux or aux
+        self.first = results[0]
+        # The master of a weight is one more copy of it: in fp32 they are the same.
+        self.updated = _held(entries) + boxes(self.engine.master_weights())
+        self.engine.close()
+
+    def reason_to_skip(self, norm: float) -> None:
+        if not self.gradients:
+            self.gradients = boxes(self.engine.gradients())
+
+
+def boxes(parts: Iterable[tuple[Piece, torch.Tensor]]) -> list[Box]:
+    """Pieces as plain arrays that can be sent."""
+    return [Box(piece.name, piece.offsets, value.detach().float().cpu().numpy().copy()) for piece, value in parts]
+
+
+def _held(entries: list[LocalParameter]) -> list[Box]:
+    """What this rank holds of all weights."""
+    return boxes((piece, piece.read(entry.parameter)) for entry in entries for piece in entry.pieces)
+
+
+def reference(config: Config, accumulation: int) -> Reference:
+    """The whole batch in `accumulation` micro steps on one process, without an engine. `config` is the scaled recipe."""
+    config = copy.deepcopy(config)
+    config.moe.backend = MoeBackend.grouped
+    config.train.micro_batch_size = config.train.global_batch_size // accumulation
+    start_process(config, rank_environment(os.environ))
+    plain = _Plain(config, accumulation)
+    lm_loss, aux = plain.gradient(step=0)
+    gradients = plain.tensors(lambda parameter: parameter.grad)
+    scale = rms(gradients.values())
+    norm = float(np.sqrt(sum(np.square(tensor, dtype=np.float64).sum() for tensor in gradients.values())))
+    found = Reference(
+        lm_loss,
+        {key: aux[key] for key in AUX if key in aux},
+        norm,
+        plain.tensors(lambda parameter: parameter),
+        gradients,
+        _whole_routes(plain.recorder, config),
+        clip_grad=norm / 2 if config.optimizer.clip_grad else 0.0,
+        adam_eps=scale,
+        lr={OptimizerName.sgd: UPDATE / scale, OptimizerName.adamw: ADAMW_LR},
+    )
+    for name in OptimizerName:
+        plain = _Plain(config, accumulation)
+        optimizer = plain.optimizer(name, found)
+        for step in range(STEPS):
+            plain.gradient(step)
+            if found.clip_grad:
+                torch.nn.utils.clip_grad_norm_(plain.model.parameters(), found.clip_grad)
+            optimizer.step()
+        now = plain.tensors(lambda parameter: parameter)
+        found.updates[name] = {key: now[key].astype(np.float64) - found.start[key] for key in now}
+        found.margin = min(found.margin, plain.recorder.margin)
+    groups.leave()
+    collectives.stop()
+    return found
+
+
+class _Plain:
+    """The model on one process with plain autograd."""
+
+    def __init__(self, config: Config, accumulation: int):
+        self.config, self.accumulation = config, accumulation
+        self.model, self.entries = build(config, Layout(1))
+        self.recorder = Recorder(self.model, step_indices(0, config.train.micro_batch_size, accumulation))
+
+    def gradient(self, step: int) -> tuple[float, dict[str, Any]]:
+        """Fresh gradients of a step; returns loss and metrics of the experts."""
+        self.model.zero_grad()
+        batches = micro_batches(self.config, step, self.accumulation, 0, 1)
+        tokens = sum(int(valid_tokens(inputs).sum()) for inputs in batches)
+        total = 0.0
+        for inputs in batches:
+            nll = self.model(**inputs).sum()
+            (nll / tokens).backward()
+            total += float(nll.detach())
+        return total / tokens, {} if self.model.moe is None else self.model.moe.finish_step()
+
+    def optimizer(self, name: OptimizerName, found: Reference) -> torch.optim.Optimizer:
+        """torch's own, as the recipe sets it, matrices decaying."""
+        settings, rate = self.config.optimizer, found.lr[name]
+        members = [
+            {
+                "params": [entry.parameter],
+                "weight_decay": settings.weight_decay if entry.weight_decay else 0.0,
+                "lr": rate * self.config.moe.moe_router_lr_scale if _is_router(entry) else rate,
+            }
+            for entry in self.entries
+        ]
+        if name is OptimizerName.sgd:
+            return torch.optim.SGD(members)
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        return torch.optim.AdamW(members, betas=betas, eps=found.adam_eps)
+
+    def tensors(self, of: Callable[[torch.nn.Parameter], Any]) -> dict[str, np.ndarray]:
+        """Logical tensors read from something shaped like the parameters."""
+        return {
+            piece.name: piece.read(of(entry.parameter).detach()).numpy().copy()
+            for entry in self.entries
+            for piece in entry.pieces
+        }
+
+
+def _is_router(entry: LocalParameter) -> bool:
+    return entry.pieces[0].name.endswith(".moe.router.weight")
+
+
+def _whole_routes(recorder: Recorder, config: Config) -> dict[int, np.ndarray]:
+    """Layer -> ids [sample, position, K] of the first step."""
+    found: dict[int, np.ndarray] = {}
+    for part in recorder.found:
+        shape = (config.train.global_batch_size, config.model.seq_length, part.ids_SBK.shape[2])
+        found.setdefault(part.layer, np.zeros(shape, dtype=np.int64))[part.samples] = part.ids_SBK.transpose(1, 0, 2)
+    return found
