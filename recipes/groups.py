@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from megatron.core import parallel_state
 
+from recipes import collectives
 from recipes.topology import Layout, Role
 
 _GETTERS = {
@@ -88,6 +89,7 @@ def enter(layout: Layout) -> Groups:
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=collectives.TIMEOUT.total_seconds() / 60,  # type: ignore[arg-type]
     )
     rank = dist.get_rank()
     for role, group in ((role, getter()) for role, getter in _GETTERS.items()):

@@ -62,6 +62,34 @@ def rank_one_hangs_and_patience_is_short() -> None:
     rank_one_hangs()
 
 
+def _in_the_third_micro_batch_of_stage_one(act: Callable[[], None]) -> None:
+    """Call `act` in the middle of the pipeline's schedule, on the ranks of the last of two stages."""
+    from recipes.model.gpt import GPT
+
+    stage, calls = GPT.stage, []
+
+    def faulty(model: Any, *args: Any, **inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3 and not model.first:
+            Path("failed").touch()
+            act()
+        return stage(model, *args, **inputs)
+
+    GPT.stage = faulty  # type: ignore[method-assign]
+
+
+def stage_one_raises() -> None:
+    """The last stage raises while the first one waits for its gradient."""
+    _in_the_third_micro_batch_of_stage_one(_raise)
+
+
+def stage_one_hangs_and_patience_is_short() -> None:
+    """The last stage stops moving, and ranks wait for each other for 4 seconds."""
+    collectives = importlib.import_module("recipes.collectives")
+    collectives.TIMEOUT = datetime.timedelta(seconds=4)
+    _in_the_third_micro_batch_of_stage_one(lambda: time.sleep(3600))
+
+
 def fake_wandb() -> None:
     """Put a stand-in in the place of the wandb module that writes each call to `wandb_calls`."""
     from tests.distributed import fake_wandb as stand_in

@@ -91,6 +91,21 @@ def test_a_rank_that_hangs_is_waited_for_only_so_long(tiny_data, tmp_path):
     assert "rank 0: lost contact" in jobs[0].output()
 
 
+@pytest.mark.parametrize("fault", ["stage_one_raises", "stage_one_hangs_and_patience_is_short"])
+def test_a_failing_or_hanging_stage_ends_the_job(fault, tiny_data, tmp_path):
+    """In the middle of the schedule, when the first stage waits for a gradient."""
+    arguments = ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2", MANY]
+    jobs = fork_ranks(tiny_overrides(tiny_data, tmp_path / "run", *arguments), tmp_path, fault)
+    with running(*jobs):
+        assert jobs[0].wait(50) == 1
+        assert time.time() - (tmp_path / "failed").stat().st_mtime < 30
+        if fault == "stage_one_raises":
+            assert jobs[1].wait(10) == 1
+            assert "rank 1 failed:\nTraceback" in jobs[1].output()
+    assert "rank 0: lost contact with the other ranks" in jobs[0].output(), jobs[0].output()
+    assert "Traceback" not in jobs[0].output()
+
+
 def test_a_port_that_another_job_has_is_one_message(tiny_data, tmp_path):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as other:
