@@ -111,6 +111,41 @@ class WandbMode(enum.Enum):
 
 @dataclass
 class RunConfig:
+class BtmStage(enum.Enum):
+    """Stages of Branch-Train-Merge, in order; each leaves its artefacts in the run folder."""
+
+    split = "split"
+    seed = "seed"
+    branch = "branch"
+    train = "train"
+    merge = "merge"
+    mix = "mix"
+    evaluate = "evaluate"
+
+
+class SplitBy(enum.Enum):
+    """What a branch is trained on: a domain, a random part of every domain (the control), or a cluster of unlabelled text."""
+
+    domain = "domain"
+    random = "random"
+    cluster = "cluster"
+
+
+class PosteriorForm(enum.Enum):
+    """What an expert's weight in an ensemble follows from: all tokens before the next one, or only the last of them."""
+
+    cumulative = "cumulative"
+    last_token = "last_token"
+
+
+class ExpertPrior(enum.Enum):
+    """Weight of an expert before any token: equal, following the posteriors so far, or measured on development text."""
+
+    uniform = "uniform"
+    updating = "updating"
+    cached = "cached"
+
+
     """Where the run lives and what it starts from."""
 
     name: str = "pretrain"  # shown in logs; part of the default run folder
@@ -284,6 +319,7 @@ class TelemetryConfig:
 
 
 @dataclass
+    load_from: str | None = None  # checkpoint of another run, whose weights, moments and step a new run starts with
 class Config:
     """The whole run."""
 
@@ -303,6 +339,43 @@ class Config:
 
 def to_plain(config: Any) -> Any:
     """The config as plain dicts, lists, numbers and strings (enums by name): what YAML and JSON hold."""
+@dataclass
+class BtmConfig:
+    """Branch-Train-Merge (`python -m recipes.btm`): how the run that the rest describes is divided into branches.
+
+    Li et al. 2022 (arXiv 2208.03306), c-BTM (2303.14177), BTX (2403.07816). `recipes.pretrain` trains the undivided run.
+    """
+
+    stages: list[BtmStage] = field(default_factory=lambda: list(BtmStage))  # those to run; skipped when nothing changed
+    split_by: SplitBy = SplitBy.domain
+    num_branches: int | None = None  # parts of the data; null: as many as there are domains
+    random_control: bool = True  # also train as many branches on random parts, for comparison
+    seed_share: float = 0.5  # of the compute, before branching
+    mix_share: float = 0.0  # of the compute, after mixing the branches into experts; 0: no mix
+    workers: int = 2  # branches trained at once
+    threads: int | None = None  # CPU threads per rank of a branch; null: usable cores / (workers x ranks_per_branch)
+    ranks_per_branch: int = 1  # ranks of each branch, in any layout that parallel.* describes
+    retries: int = 2  # times that a branch which died is started again
+    only: list[str] = field(default_factory=list)  # names of the branches that this call trains; []: all
+    add_domains: list[str] = field(default_factory=list)  # trained beside the others, from an average of them
+    remove_domains: list[str] = field(default_factory=list)  # left out of ensembles, averages and mix
+    form: PosteriorForm = PosteriorForm.cumulative
+    prior: ExpertPrior = ExpertPrior.cached
+    prior_decay: float = 0.3  # weight of the newest posterior in the moving averages of updating and cached
+    top_k: int | None = None  # experts that speak at each token; null: all
+    development_samples: int = 100  # sequences per domain for cached priors, behind those of the evaluation
+    average_weights: dict[str, float] = field(default_factory=dict)  # of an average of branches by name; {}: none
+    cluster_features: int = 100  # dimensions after the singular value decomposition of tf-idf
+    cluster_tokens: int = 512  # longest piece of a document that is clustered as a whole
+    cluster_sample: int = 2000  # pieces from which centres are found
+    cluster_temperature: float = 0.1  # T of the routing softmax(-distance^2 / T)
+    cluster_route_every: int = 32  # tokens between routing decisions
+    mix_topk: int = 2  # experts per token of the mix
+    mix_seed_expert: bool = False  # the seed's feed-forward weights are one more expert
+    mix_aux_loss_coeff: float = 1e-2  # weight of its load-balancing loss
+    mix_router_lr_scale: float = 1.0  # learning rate of its routers, as a multiple of all others'
+
+
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, enum.Enum):
@@ -319,6 +392,7 @@ def from_plain(kind: Any, value: Any, key: str = "") -> Any:
 
     Raises ValueError naming the dotted `key` that the schema does not have, or whose value is of another type.
     """
+    btm: BtmConfig = field(default_factory=BtmConfig)
     options = typing.get_args(kind)
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):  # the schemas only have unions with None

@@ -21,7 +21,7 @@ from recipes import config as config_module
 from recipes.config import Config
 
 # Mappings whose keys are the user's: domain names, DeepSpeed's own settings.
-FREE_FORM = ("deepspeed.extra", "data.domain_weights")
+FREE_FORM = ("deepspeed.extra", "data.domain_weights", "btm.average_weights")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from patches.registry import applied, apply_all
 from recipes import collectives
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.load import load_engine
+from recipes.checkpoint.model import find
 from recipes.checkpoint.rotate import find_checkpoint
 from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
@@ -44,7 +45,7 @@ from recipes.telemetry.wandb_run import open_run
 from recipes.topology import Role, layout_of
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
-from recipes.train.resume import check_resumable
+from recipes.train.resume import check_resumable, check_startable
 from recipes.train.signals import StopRequest
 
 
@@ -134,7 +135,7 @@ class Job:
     def _open_telemetry(self, checkpoint: Checkpoint | None, notes: list[str]) -> None:
         config, rank_zero = self.config, self.ranks.rank == 0
         done = self.first_step - 1
-        run_id = None if checkpoint is None else checkpoint.trainer["wandb_run_id"]
+        run_id = checkpoint.trainer["wandb_run_id"] if checkpoint is not None and self._ours(checkpoint) else None
         self.timer = StepTimer()
         self.progress = (
             open_progress(config.train.steps, done, config.telemetry.log_interval) if rank_zero else NoProgress()
@@ -158,11 +159,16 @@ class Job:
         self.guard.load(trainer["guard"])
         if self.model.moe is not None:
             self.model.moe.load(trainer["moe"])
-        notes = [f"resumed from {checkpoint.path}; the next step is {self.first_step}"]
+        how = "resumed" if self._ours(checkpoint) else "started"
+        notes = [f"{how} from {checkpoint.path}; the next step is {self.first_step}"]
         if not load_engine(checkpoint, self.engine):
             ranks = f"{trainer['world_size']} ranks, tensor-parallel {trainer.get('tensor_parallel_size', 1)}"
             notes.append(f"it was written by {ranks}: dropout starts from fresh seeds")
         return notes
+
+    def _ours(self, checkpoint: Checkpoint) -> bool:
+        """Whether this run wrote it, and not the run that this one started from."""
+        return checkpoint.path.parents[1] == self.folder
 
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop."""
@@ -250,9 +256,14 @@ def _fill(folder: Path, config: Config) -> dict[str, Any]:
         for reason in skipped:
             print(f"passed over: {reason}", flush=True)
         if path is None:
-            print(f"no checkpoint in {folder}: starting at step 1", flush=True)
+            start = config.checkpoint.load_from or "step 1"
+            print(f"no checkpoint in {folder}: starting at {start}", flush=True)
         else:
             check_resumable(config, open_checkpoint(path))
+    if path is None and config.checkpoint.load_from is not None:
+        start = find(Path(config.checkpoint.load_from).absolute(), say=print)
+        check_startable(config, start, load_dataset(config.data.path or "").tokenizer_fingerprint)
+        path = start.path
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
     write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):

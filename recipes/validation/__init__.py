@@ -15,7 +15,8 @@ from pathlib import Path
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
-from recipes.topology import expert_tensor_size
+from recipes.topology import expert_tensor_size, model_parallel_size
+from recipes.validation.btm import check_btm
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
 from recipes.validation.layouts import check_batch, layout_problems
@@ -45,6 +46,7 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     ):
         found += check(config, world_size)
     found += check_owned_keys(config)
+        check_btm,
     found += check_run_folder(config, launch_dir)
     found += check_data(config, launch_dir, dry_run)
     return found

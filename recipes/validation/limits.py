@@ -67,6 +67,23 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
 # Half-open ranges (low, high): value > low and, in the second table, low <= value < high.
 ABOVE_ZERO = (
     "model.layernorm_epsilon",
+    "btm.num_branches": (2, 4096),
+    "btm.seed_share": (0, 1),
+    "btm.mix_share": (0, 1),
+    "btm.workers": (1, 4096),
+    "btm.threads": (1, 1024),
+    "btm.ranks_per_branch": (1, 10**6),
+    "btm.retries": (0, 100),
+    "btm.prior_decay": (0, 1),
+    "btm.top_k": (1, 4096),
+    "btm.development_samples": (0, 10**6),
+    "btm.cluster_features": (2, 10**4),
+    "btm.cluster_tokens": (16, 10**8),
+    "btm.cluster_sample": (4, 10**5),
+    "btm.cluster_route_every": (1, 10**8),
+    "btm.mix_topk": (1, 4096),
+    "btm.mix_aux_loss_coeff": (0, None),
+    "btm.mix_router_lr_scale": (0, None),
     "model.rotary_base",
     "model.rotary_percent",
     "moe.moe_expert_capacity_factor",
@@ -79,6 +96,9 @@ BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2")
 # What this library decides of DeepSpeed's configuration, and the key (or the reason) that decides it.
 OWNED_KEYS = {
     "train_batch_size": "use train.global_batch_size",
+    "btm.seed_share",
+    "btm.prior_decay",
+    "btm.cluster_temperature",
     "train_micro_batch_size_per_gpu": "use train.micro_batch_size",
     "gradient_accumulation_steps": "it follows from train.global_batch_size and train.micro_batch_size",
     "gradient_clipping": "use optimizer.clip_grad",

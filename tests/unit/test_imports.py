@@ -18,7 +18,7 @@ FLOORS = [
     {"recipes.engine"},
     {"recipes.checkpoint"},
     {"recipes.train", "recipes.btm"},
-    {"recipes.pretrain"},
+    {"recipes.pretrain", "recipes.btm.__main__"},
     {"tools", "launch"},
     {"tests"},
 ]
