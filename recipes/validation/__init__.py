@@ -15,7 +15,7 @@ from pathlib import Path
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
-from recipes.topology import expert_tensor_size, model_parallel_size
+from recipes.topology import expert_tensor_size
 from recipes.validation.btm import check_btm
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
