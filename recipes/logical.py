@@ -232,6 +232,11 @@ class LocalParameter:
     tied: bool = False
 
     @property
+    def numel(self) -> int:
+        """True elements (ZeRO-3 may have taken them away)."""
+        return sum(math.prod(piece.shape) for piece in self.pieces)
+
+    @property
     def weight_decay(self) -> bool:
         """Matrices decay; norms and biases do not."""
         return not self.pieces or len(self.pieces[0].global_shape) > 1

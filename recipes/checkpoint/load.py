@@ -9,6 +9,7 @@ from torch import nn
 from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.rng import set_rng_state
 from recipes.engine import Engine
+from recipes.engine.state import full_shape
 from recipes.logical import LocalParameter
 
 
@@ -42,7 +43,7 @@ def load_weights(checkpoint: Checkpoint, parameters: list[LocalParameter]) -> No
 def _assemble(checkpoint: Checkpoint, entry: LocalParameter, name: str) -> torch.Tensor:
     """One state of a local parameter, fp32, put together from its logical pieces (padding stays zero)."""
     parameter: nn.Parameter = entry.parameter
-    whole = torch.zeros(parameter.shape, dtype=torch.float32)
+    whole = torch.zeros(full_shape(parameter), dtype=torch.float32)
     for piece in entry.pieces:
         kind, key = ("model", piece.name) if name == "master" else ("optimizer", f"{name}/{piece.name}")
         shape, _ = checkpoint.tensors(kind).get(key, ((), None))

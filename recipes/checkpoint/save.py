@@ -74,7 +74,7 @@ def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[B
         mine = False
         for replicas in engine.replica_groups(entry):  # every rank works out all owners, so that all agree
             owner = min(replicas, key=lambda member: load[member])
-            load[owner] += entry.parameter.numel()
+            load[owner] += entry.numel
             mine |= owner == rank
         states = engine.joined_state(entry)
         if not mine:

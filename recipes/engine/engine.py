@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger, safe_get_full_grad
 from torch import nn
@@ -21,7 +22,16 @@ from torch import nn
 from recipes import collectives
 from recipes.config import Config
 from recipes.engine.settings import deepspeed_settings, make_optimizer
-from recipes.engine.state import Fragment, applied_steps, fragments, join, prepare_moments, set_applied_steps
+from recipes.engine.state import (
+    MOMENTS,
+    Fragment,
+    applied_steps,
+    fragments,
+    full_shape,
+    join,
+    prepare_moments,
+    set_applied_steps,
+)
 from recipes.groups import DataParallel
 from recipes.logical import LocalParameter, Piece
 from recipes.model.gpt import GPT
@@ -44,17 +54,27 @@ class Engine:
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.inner = self._initialize(settings)
         self.wrapper = self.inner.optimizer
-        prepare_moments(self.optimizer)
+        prepare_moments(self.optimizer, self.wrapper)
         self._norm = torch.zeros(())
         self._skipping = False
         self._install_gate()
 
     def _initialize(self, settings: dict[str, Any]) -> Any:
-        mpu = DataParallel(self.groups)
-        return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=settings, mpu=mpu)[0]
+        model, mpu = self.model, DataParallel(self.groups)
+        inner = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings, mpu=mpu)[0]
+        tied = model.config.model.share_embeddings_and_output_weights
+        if self.layout.zero_stage == 3 and tied and model.embedding is not None and model.head is not None:
+            deepspeed.zero.register_external_parameter(model.head.inner, model.embedding.table.weight)
+        return inner
 
     def _install_gate(self) -> None:
         """Let `step` use the norm that was already computed, and let `skip` drop the gradients."""
+        if isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3):
+            self.wrapper._get_norm_groups = lambda: [self._norm]
+            self.wrapper._overflow_check_and_loss_scale_update = lambda update_scale=True: setattr(
+                self.wrapper, "overflow", self._skipping
+            )
+            return
         if isinstance(self.wrapper, DeepSpeedZeroOptimizer):
             self.wrapper.scaled_global_norm = lambda norm_type=2: self._norm
             self.wrapper.check_grad_overflow = True
@@ -113,6 +133,12 @@ class Engine:
     def _gradient_parts(self) -> list[tuple[int, list[torch.Tensor]]]:
         """This rank's gradients after the last `backward`, and how many ranks have the same ones."""
         wrapper = self.wrapper
+        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            groups = self.optimizer.param_groups
+            return [
+                (groups[wrapper.sub_group_to_group_id[number]]["copies"], self._third_stage_parts(number))
+                for number in range(len(wrapper.fp16_groups))
+            ]
         if not isinstance(wrapper, DeepSpeedZeroOptimizer):
             own: dict[int, list[torch.Tensor]] = {}
             for entry in self.parameters:
@@ -128,6 +154,11 @@ class Engine:
             found.append((group["copies"], parts))
         return found
 
+    def _third_stage_parts(self, number: int) -> list[torch.Tensor]:
+        if self.wrapper.offload_optimizer:
+            return [self.wrapper.fp32_partitioned_groups_flat[number].grad]
+        return list(self.wrapper.averaged_gradients[number])
+
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole averaged gradient of a parameter without ZeRO's partitions."""
         grad = parameter._hp_grad if isinstance(self.wrapper, BF16_Optimizer) else parameter.grad  # type: ignore[attr-defined]
@@ -138,9 +169,8 @@ class Engine:
         """Clip and update with learning rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        if self.clip_grad and not isinstance(
-            self.wrapper, DeepSpeedZeroOptimizer
-        ):  # which clips by the norm given to it
+        clips = isinstance(self.wrapper, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
+        if self.clip_grad and not clips:  # those clip by the norm given to them
             scale = torch.clamp(self.clip_grad / (self._norm + 1e-6), max=1.0)
             torch._foreach_mul_([self._own_gradient(entry.parameter) for entry in self.parameters], scale)
         self._take_step()
@@ -158,7 +188,7 @@ class Engine:
         """The raw fp32 gradient of every piece of this rank, between the last `backward` and `step` (a collective)."""
         found = []
         for entry in self.parameters:
-            grad = safe_get_full_grad(entry.parameter).view(entry.parameter.shape).float()
+            grad = safe_get_full_grad(entry.parameter).view(full_shape(entry.parameter)).float()
             found += [(piece, piece.read(grad).clone()) for piece in entry.pieces]
         return found
 
@@ -178,8 +208,7 @@ class Engine:
 
     def state_names(self) -> tuple[str, ...]:
         """What is kept per parameter: `master`, and the moments of AdamW."""
-        group = self.optimizer.param_groups[0]["params"][0]
-        return ("master", *(name for name in self.optimizer.state.get(group, {}) if name != "step"))
+        return ("master", *(MOMENTS if isinstance(self.optimizer, torch.optim.AdamW) else ()))
 
     def joined_state(self, entry: LocalParameter) -> dict[str, torch.Tensor]:
         """Master and moments of one parameter, whole (a collective: call it for all parameters in the same order)."""
@@ -190,9 +219,14 @@ class Engine:
         """Overwrite this rank's part of master and moments from whole fp32 tensors shaped like the parameter."""
         fragment = self.fragment(entry.parameter)
         if fragment is not None:
-            for name, target in fragment.states.items():
+            for name in self.state_names():
+                target = fragment.states[name]
                 target.copy_(states[name].reshape(-1).narrow(0, fragment.start, target.numel()))
-        entry.parameter.copy_(states["master"])
+        if isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3):
+            with deepspeed.zero.GatheredParameters([entry.parameter], modifier_rank=0):
+                entry.parameter.copy_(states["master"])
+        else:
+            entry.parameter.copy_(states["master"])
 
     def master_weights(self) -> list[tuple[Piece, torch.Tensor]]:
         """The fp32 master of every piece of this rank (a collective)."""

@@ -31,7 +31,7 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         # The bf16 optimizer and ZeRO-0 are clipped by Engine, by a norm in which every expert counts once.
-        "gradient_clipping": config.optimizer.clip_grad if stage == 2 or (stage and not bf16) else 0.0,
+        "gradient_clipping": config.optimizer.clip_grad if stage >= 2 or (stage and not bf16) else 0.0,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         # Between stages every tensor-parallel rank has its own hidden states, or all have the same.
@@ -82,7 +82,8 @@ def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Lay
         if experts:
             group["moe"] = True
     members = list(groups.values())
+    # Each step sets the learning rate; at 0 a step that DeepSpeed takes while it starts changes nothing.
     if settings.name is OptimizerName.sgd:
-        return torch.optim.SGD(members, lr=settings.lr)
+        return torch.optim.SGD(members, lr=0.0)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(members, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+    return torch.optim.AdamW(members, lr=0.0, betas=betas, eps=settings.adam_eps, fused=True)

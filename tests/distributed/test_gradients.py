@@ -57,10 +57,10 @@ def check(results: list[list[dict[str, Any]]], bound: float) -> None:
 def test_every_zero_stage_accumulation_and_bucket_size(run_ranks, world_size):
     cases = [
         {"config": tiny_config(zero__stage=stage, train__micro_batch_size=8 // world_size // accumulation)}
-        for stage, accumulation in itertools.product((0, 1, 2), (1, 2, 4))
+        for stage, accumulation in itertools.product((0, 1, 2, 3), (1, 2, 4))
         if world_size * accumulation <= 8
     ]
-    for stage in (1, 2):  # buckets of a few hundred elements, smaller than most tensors
+    for stage in (1, 2, 3):  # buckets of a few hundred elements, smaller than most tensors
         small = tiny_config(zero__stage=stage, train__micro_batch_size=max(1, 4 // world_size))
         small.zero.reduce_bucket_size = small.zero.allgather_bucket_size = 500
         cases.append({"config": small})
@@ -70,7 +70,7 @@ def test_every_zero_stage_accumulation_and_bucket_size(run_ranks, world_size):
 def test_masked_tokens_clipping_and_offload(run_ranks):
     cases = [
         {"config": tiny_config(zero__stage=stage, train__micro_batch_size=2, optimizer__clip_grad=clip), "masked": True}
-        for stage, clip in itertools.product((0, 1, 2), (0.0, 0.01))
+        for stage, clip in itertools.product((0, 1, 2, 3), (0.0, 0.01))
     ]
     cases.append({"config": tiny_config(zero__stage=1, train__micro_batch_size=2, zero__offload_optimizer=True)})
     cases.append({"config": tiny_config(zero__stage=2, train__micro_batch_size=2, zero__offload_optimizer=True)})

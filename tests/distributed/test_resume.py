@@ -43,7 +43,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16")])
 def test_interrupted_run_is_bitwise_the_straight_run(run_ranks, tiny_data, tmp_path, stage, precision):
     straight = training_config(tiny_data, tmp_path / "straight", stage)
     straight.train.precision = Precision[precision]
@@ -76,7 +76,7 @@ def test_zero_stages_write_the_same_files(run_ranks, tiny_data, tmp_path):
     run_ranks("run_job", 2, first)
     expected = stored(tmp_path / "zero0", 10)
     assert any(name.startswith("optimizer:exp_avg_sq/") for name in expected)
-    for stage, world_size in ((2, 2), (1, 2), (1, 1), (2, 4)):
+    for stage, world_size in ((2, 2), (1, 2), (1, 1), (2, 4), (3, 2), (3, 4)):
         found = run_ranks("resave", world_size, first, stage, str(tmp_path / f"zero{stage}_{world_size}"))[0]
         again = stored(Path(found).parents[1], 10)
         different = [

@@ -21,7 +21,7 @@ def case(world_size: int, tensor: int, sequence: bool, accumulation: int = 2, ma
 
 def dense_cases(world_size: int, tensor: int):
     groups = {"model__num_query_groups": max(2, tensor)}
-    for sequence, stage in itertools.product((False, True), (0, 1, 2)):
+    for sequence, stage in itertools.product((False, True), (0, 1, 2, 3)):
         yield case(world_size, tensor, sequence, zero__stage=stage, optimizer__clip_grad=0.05, **groups)
     other = {
         "model__share_embeddings_and_output_weights": False,
