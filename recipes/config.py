@@ -52,6 +52,9 @@ class Recompute(enum.Enum):
     full = "full"
 
 
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")  # what `selective` can name
+
+
 class TransformerImpl(enum.Enum):
     """Layer specification: plain torch, Transformer Engine, or the latter wherever it can run."""
 
@@ -229,7 +232,7 @@ class MoeConfig:
 class ParallelConfig:
     """How the ranks share the work."""
 
-    data_parallel_size: int | None = None  # ranks that share a batch; null: started ranks / tensor_model_parallel_size
+    data_parallel_size: int | None = None  # ranks that share a batch; null: all ranks / (tensor x pipeline size)
     tensor_model_parallel_size: int = 1  # ranks that share each layer's matrices
     sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between the matrices
     pipeline_model_parallel_size: int = 1  # stages, each with some of the layers; divides the ranks

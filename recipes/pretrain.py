@@ -20,7 +20,7 @@ if not __package__:  # run as a file: the modules beside this one must not becom
 from recipes import schema  # noqa: E402
 from recipes.config import Config  # noqa: E402
 from recipes.launcher import Ranks, fail, heavy_imports, rank_environment, run_guarded, split_arguments  # noqa: E402
-from recipes.topology import Cluster  # noqa: E402
+from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 
 CONFIG_DIR = ROOT / "hydra_conf"
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(arguments.overrides)
         world_size = ranks.world_size
         if arguments.dry_run and world_size == 1:  # plan for as many ranks as the description asks for
-            world_size = (config.parallel.data_parallel_size or 1) * config.parallel.tensor_model_parallel_size
+            world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
         found = problems(config, world_size, launch_dir=Path.cwd(), dry_run=arguments.dry_run)
         if found:
             raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))

@@ -138,6 +138,11 @@ class Cluster:
         return any(len({rank // self.accelerators_per_node for rank in group}) > 1 for group in layout.groups(role))
 
 
+def model_parallel_size(config: Config) -> int:
+    """Ranks that hold the model between them, once."""
+    return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+
+
 def expert_tensor_size(config: Config) -> int:
     """Ranks that share each expert's matrices: by default as many as share the layer's; 1 without experts."""
     parallel = config.parallel

@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from recipes.moe.context import MoeContext
 
-MODULES = ("core_attn", "layernorm", "mlp", "moe")
-
 
 def recomputed(function: Callable[..., Any], moe: MoeContext | None, *inputs: Any, **named: Any) -> Any:
     """`function(*inputs, **named)`, of which only the inputs are kept for the backward pass."""

@@ -3,8 +3,8 @@
 Config, number of ranks, launch directory -> problems() -> [message, ...]   each: key, value, legal range, a way out
                                           -> prepare()  -> Config with everything derived filled in
 
-`limits`: single values; `settings`, `experts`: values against each other; `layouts`: against the number of ranks, and which
-layouts a model has; `files`: what is on disk.
+`limits`: single values; `settings`, `experts`, `pipeline`: values against each other; `layouts`: against the number of ranks,
+and which layouts a model has; `files`: what is on disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
-from recipes.topology import expert_tensor_size
+from recipes.topology import expert_tensor_size, model_parallel_size
 from recipes.validation.btm import check_btm
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
 from recipes.validation.layouts import check_batch, layout_problems
 from recipes.validation.limits import check_owned_keys, check_ranges
+from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
 __all__ = ["prepare", "problems"]
@@ -41,6 +42,8 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_model,
         check_experts,
         check_zero,
+        check_pipeline,
+        check_recompute,
         check_schedule,
         check_telemetry,
     ):
@@ -71,7 +74,7 @@ def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
         moe=replace(moe, moe_ffn_hidden_size=expert_width(config) if experts else None),
         parallel=replace(
             parallel,
-            data_parallel_size=world_size // parallel.tensor_model_parallel_size,
+            data_parallel_size=world_size // model_parallel_size(config),
             expert_tensor_parallel_size=expert_tensor_size(config) if experts else None,
         ),
         schedule=replace(config.schedule, lr_decay_steps=config.schedule.lr_decay_steps or config.train.steps),

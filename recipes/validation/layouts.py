@@ -4,7 +4,8 @@
     description, ranks -> legal_layouts()   -> [Layout, ...];  with_layout() writes one of them into the description
 
 Everything that is divided is divided evenly: attention heads, widths and tokens over tensor-parallel ranks, the experts of a
-layer over expert-parallel ones. The vocabulary is padded instead, and refuses nothing.
+layer over expert-parallel ones. The vocabulary is padded instead, and refuses nothing. Pipeline stages may have unlike numbers
+of layers, but each has one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Iterator
 
 from recipes.config import Config
 from recipes.logical import expert_width, ffn_width, moe_layers
-from recipes.topology import Layout, expert_tensor_size
+from recipes.topology import Layout, expert_tensor_size, model_parallel_size
 from recipes.validation.limits import Problems, divisible
+from recipes.validation.pipeline import check_pipeline
 from recipes.validation.settings import check_zero
 
 
@@ -25,6 +27,7 @@ def layout_problems(config: Config, world_size: int) -> Problems:
     """Every contradiction between the groups `parallel`, `model` and `moe` and the number of ranks."""
     rank_problems = list(_ranks(config, world_size))
     yield from rank_problems
+    yield from _stages(config, world_size)
     yield from _tensor_parallel(config, world_size)
     if config.moe.num_moe_experts is None:
         return  # check_experts has refused settings that have no effect then
@@ -42,36 +45,40 @@ def check_batch(config: Config, world_size: int) -> Problems:
     if any(_ranks(config, world_size)):
         return
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    data = world_size // config.parallel.tensor_model_parallel_size
+    data = world_size // model_parallel_size(config)
     ranks = f"train.micro_batch_size={micro} x data-parallel {data}"
     otherwise = "" if batch % data else f", or train.micro_batch_size={batch // data}"
     yield from divisible("train.global_batch_size", batch, ranks, micro * data, otherwise)
 
 
 def legal_layouts(config: Config, world_size: int) -> list[Layout]:
-    """All layouts of the described model on `world_size` ranks, tensor-parallel size first, then ZeRO stage last.
+    """All layouts of the described model on `world_size` ranks: ordered by tensor-parallel size, then stages, at last ZeRO.
 
     The present settings of `parallel` and `zero.stage` do not matter. Layouts whose data-parallel ranks cannot share
     `train.global_batch_size` are left out; the micro batch is the caller's to choose.
     """
     experts = config.moe.num_moe_experts
     found = []
-    for tensor in divisors(world_size):
-        for sequence, expert, expert_tensor, stage in itertools.product(
+    for tensor, stages in itertools.product(divisors(world_size), repeat=2):
+        if world_size % (tensor * stages):
+            continue
+        stage = world_size // stages
+        for sequence, expert, expert_tensor, zero in itertools.product(
             (False, True) if tensor > 1 else (False,),
-            (1,) if experts is None else divisors(math.gcd(experts, world_size)),
+            (1,) if experts is None else divisors(math.gcd(experts, stage)),
             sorted({1, tensor}) if experts is not None else (1,),
             (0, 1, 2),
         ):
-            if world_size % (expert * expert_tensor):
+            if stage % (expert * expert_tensor):
                 continue
             layout = Layout(
                 world_size,
                 tensor_parallel_size=tensor,
+                pipeline_parallel_size=stages,
                 expert_parallel_size=expert,
                 expert_tensor_parallel_size=expert_tensor,
                 sequence_parallel=sequence,
-                zero_stage=stage,
+                zero_stage=zero,
             )
             if config.train.global_batch_size % layout.data_parallel_size == 0 and _accepted(config, layout):
                 found.append(layout)
@@ -80,16 +87,19 @@ def legal_layouts(config: Config, world_size: int) -> list[Layout]:
 
 def _accepted(config: Config, layout: Layout) -> bool:
     changed = with_layout(config, layout)
-    return not any(itertools.chain(layout_problems(changed, layout.world_size), check_zero(changed, layout.world_size)))
+    checks = (layout_problems, check_zero, check_pipeline)
+    return not any(found for check in checks for found in check(changed, layout.world_size))
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
-    """A copy of the description that asks for `layout`, with every size given."""
+    """A copy of the description that asks for `layout`, with every size given and layers spread evenly over stages."""
     changed = copy.deepcopy(config)
     parallel, experts = changed.parallel, config.moe.num_moe_experts is not None
     parallel.data_parallel_size = layout.data_parallel_size
     parallel.tensor_model_parallel_size = layout.tensor_parallel_size
     parallel.sequence_parallel = layout.sequence_parallel
+    parallel.pipeline_model_parallel_size = layout.pipeline_parallel_size
+    parallel.num_layers_in_first_pipeline_stage = parallel.num_layers_in_last_pipeline_stage = None
     parallel.expert_model_parallel_size = layout.expert_parallel_size
     parallel.expert_tensor_parallel_size = layout.expert_tensor_parallel_size if experts else None
     changed.zero.stage = layout.zero_stage
@@ -104,19 +114,74 @@ def divisors(number: int) -> list[int]:
 
 def _ranks(config: Config, world_size: int) -> Problems:
     """The ranks that were started against those that the description asks for."""
-    wanted, tensor = config.parallel.data_parallel_size, config.parallel.tensor_model_parallel_size
-    fits = world_size % tensor == 0
+    parallel, held_by = config.parallel, model_parallel_size(config)
+    wanted, tensor = parallel.data_parallel_size, parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
+    fits = world_size % held_by == 0
     started = f"{world_size} process{' was' if world_size == 1 else 'es were'} started"
-    if wanted is not None and wanted * tensor != world_size:
-        asked = f"parallel.data_parallel_size={wanted}"
-        if tensor > 1:
-            asked += f" x tensor_model_parallel_size={tensor} = {wanted * tensor} ranks"
+    factors = [f"tensor_model_parallel_size={tensor}"] * (tensor > 1)
+    factors += [f"pipeline_model_parallel_size={stages}"] * (stages > 1)
+    if wanted is not None and wanted * held_by != world_size:
+        asked = " x ".join([f"parallel.data_parallel_size={wanted}", *factors])
+        if factors:
+            asked += f" = {wanted * held_by} ranks"
         otherwise = ", or set parallel.data_parallel_size=null" if fits else ""
-        yield f"{asked} but {started}; start {wanted * tensor}{otherwise}"
+        yield f"{asked} but {started}; start {wanted * held_by}{otherwise}"
     elif not fits:
-        legal = _one_of(_tensor_sizes(config, world_size))
-        way_out = f"use {legal}, or start {tensor} processes or a multiple of them"
-        yield f"parallel.tensor_model_parallel_size={tensor} must divide the number of ranks, but {started}; {way_out}"
+        if world_size % tensor:
+            shown = f"parallel.tensor_model_parallel_size={tensor}"
+            legal = _tensor_sizes(config, world_size)
+        else:
+            shown = f"parallel.{' x '.join(reversed(factors))}" + f" = {held_by}" * (tensor > 1)
+            legal = _stage_counts(config, world_size)
+        way_out = f"{f'use {_one_of(legal)}, or ' if legal else ''}start {held_by} processes or a multiple of them"
+        yield f"{shown} must divide the number of ranks, but {started}; {way_out}"
+
+
+def _stages(config: Config, world_size: int) -> Problems:
+    """Layers for every pipeline stage."""
+    layers, stages, given = config.model.num_layers, config.parallel.pipeline_model_parallel_size, _given_layers(config)
+    if _can_share_layers(config, stages):
+        return
+    total, others = sum(given.values()), stages - len(given)
+    shown = "parallel." + " + ".join(f"{key}={value}" for key, value in given.items())
+    shown += f" = {total}" if len(given) > 1 else ""
+    if stages > layers:
+        legal = _stage_counts(config, world_size)
+        way_out = f"use {_one_of(legal)}, or more layers" if legal else "use more layers"
+        limit = f"at most model.num_layers={layers}, as each stage needs a layer"
+        yield f"parallel.pipeline_model_parallel_size={stages} must be {limit}; {way_out}"
+    elif stages == 1:
+        few, way_out = "has" if len(given) == 1 else "have", "use more stages, or null"
+        yield f"{shown} {few} no effect with parallel.pipeline_model_parallel_size=1; {way_out}"
+    elif others == 0:
+        limit = f"model.num_layers={layers}, as there is no other stage"
+        yield f"{shown} must be {limit}; use numbers that add up to it, or null for one of them"
+    else:
+        few = f"{others} other stage{'s' if others > 1 else ''}"
+        left = f"{max(0, layers - total) or 'none'} of model.num_layers={layers}"
+        most = f"at most {layers - others}{' in all' if len(given) > 1 else ''}"
+        yield f"{shown} leaves {left} for {few}, each of which needs one; use {most}, or null"
+
+
+def _given_layers(config: Config) -> dict[str, int]:
+    """The numbers of layers that are given, by key."""
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    return {name: value for name in names if (value := getattr(config.parallel, name)) is not None}
+
+
+def _can_share_layers(config: Config, stages: int) -> bool:
+    """Whether so many stages can have a layer each, and those with a given number theirs."""
+    given = _given_layers(config)
+    left, others = config.model.num_layers - sum(given.values()), stages - len(given)
+    return (stages > 1 or not given) and (left >= others if others else left == 0)
+
+
+def _stage_counts(config: Config, world_size: int) -> list[int]:
+    """Numbers of stages that divide the ranks and can share the layers."""
+    tensor = config.parallel.tensor_model_parallel_size
+    ranks = world_size if world_size % tensor else world_size // tensor
+    return [stages for stages in divisors(ranks) if _can_share_layers(config, stages)]
 
 
 def _divided_by_tensor(config: Config) -> Iterator[tuple[str, int, str]]:
@@ -144,11 +209,13 @@ def _expert_widths(config: Config) -> dict[str, int]:
 
 
 def _tensor_sizes(config: Config, world_size: int) -> list[int]:
-    """Tensor-parallel sizes that divide all that they must."""
+    """Tensor-parallel sizes that divide the ranks and all else that they must."""
     shared = [value for _, value, _ in _divided_by_tensor(config)]
     if config.moe.num_moe_experts is not None and config.parallel.expert_tensor_parallel_size is None:
         shared += _expert_widths(config).values()
-    return divisors(math.gcd(world_size, *shared))
+    stages = config.parallel.pipeline_model_parallel_size
+    ranks = world_size if world_size % stages else world_size // stages
+    return divisors(math.gcd(ranks, *shared))
 
 
 def _tensor_parallel(config: Config, world_size: int) -> Problems:
@@ -181,24 +248,26 @@ def _expert_tensor(config: Config) -> Problems:
 
 
 def _expert_ranks(config: Config, world_size: int) -> Problems:
-    """Experts times the parts of each, over all ranks: their grid is laid over data- and tensor-parallel ranks together."""
+    """Experts times the parts of each, over the ranks of a stage: data- and tensor-parallel ones together."""
     parallel, experts = config.parallel, config.moe.num_moe_experts
     assert experts is not None
     size, parts = parallel.expert_model_parallel_size, expert_tensor_size(config)
-    tensor = parallel.tensor_model_parallel_size
-    if world_size % (size * parts) == 0:
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    in_stage = world_size // stages
+    if in_stage % (size * parts) == 0:
         return
-    data = world_size // tensor
-    shown, ranks = f"parallel.expert_model_parallel_size={size}", f"the data-parallel size {world_size}"
+    data = in_stage // tensor
+    shown, ranks = f"parallel.expert_model_parallel_size={size}", f"the data-parallel size {data}"
     if tensor > 1:
         shown += f" x expert_tensor_parallel_size={parts} = {size * parts}"
-        ranks = f"{world_size} ranks (data-parallel {data} x tensor-parallel {tensor})"
+        of_stage = " of each pipeline stage" if stages > 1 else ""
+        ranks = f"{in_stage} ranks{of_stage} (data-parallel {data} x tensor-parallel {tensor})"
     else:
         ranks += " (experts are shared out among data-parallel ranks)"
-    legal = _one_of(divisors(math.gcd(world_size // parts, experts)))
+    legal = _one_of(divisors(math.gcd(in_stage // parts, experts)))
     needed = math.lcm(size * parts, tensor)
     plan = f"to plan only: parallel.data_parallel_size={needed // tensor}"
-    yield f"{shown} must divide {ranks}; use {legal}, or start {needed} processes ({plan})"
+    yield f"{shown} must divide {ranks}; use {legal}, or start {needed * stages} processes ({plan})"
 
 
 def _one_of(legal: list[int]) -> str:

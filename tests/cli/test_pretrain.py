@@ -83,6 +83,14 @@ MISTAKES = {
         ["experiment=switch_8e", "parallel=tensor_parallel", "parallel.expert_model_parallel_size=4"],
         ["size=4 x expert_tensor_parallel_size=2 = 8 must divide 2 ranks (data-parallel 1 x tensor-parallel 2)"],
     ),
+    "more stages than layers": (
+        ["parallel.pipeline_model_parallel_size=8"],
+        ["pipeline_model_parallel_size=8", "model.num_layers=4", "use one of 1, 2, 4, or more layers"],
+    ),
+    "gradients divided over a pipeline": (
+        ["parallel.pipeline_model_parallel_size=2", "zero=stage2"],
+        ["zero.stage=2 with parallel.pipeline_model_parallel_size=2", "use zero.stage=1"],
+    ),
     "DeepSpeed's own tensor parallelism": (
         ["deepspeed.extra={tensor_parallel:{autotp_size:2}}"],
         ["deepspeed.extra.tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size"],
@@ -189,6 +197,9 @@ def test_one_process_plans_for_all_ranks_that_the_description_asks_for(capsys):
     assert "8 = data-parallel 4 x tensor-parallel 2 (sequence parallel)" in out and "nodes" not in out
     assert "8 ranks = expert-data-parallel 1 x EP 4 x ETP 2" in out
     assert (sizes["world_size"], sizes["data_parallel_size"], sizes["expert_data_parallel_size"]) == (8, 4, 1)
+    staged = ["parallel.pipeline_model_parallel_size=2", "parallel.data_parallel_size=2"]
+    assert pretrain.main(["parallel=tensor_parallel", *staged, "--dry-run", "--json", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["world_size"] == 8
     assert pretrain.main(["parallel=tensor_parallel", "--dry-run", "--json", "plan.json"]) == 0
     assert json.loads(Path("plan.json").read_text())["world_size"] == 2
 

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from recipes.config import Config
+from recipes.config import Config, Precision
 from recipes.topology import Layout, layout_of
 from recipes.validation import prepare, problems
 from recipes.validation.layouts import layout_problems, legal_layouts, with_layout
@@ -34,6 +34,8 @@ def _config(**changes) -> Config:
 # Changes -> ranks -> what the one message must say.
 TP2 = {"parallel__tensor_model_parallel_size": 2}
 TP4 = {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 4}
+PP2 = {"parallel__pipeline_model_parallel_size": 2}
+FIRST, LAST = (f"parallel__num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 CASES = [
     (
         TP2 | {"parallel__data_parallel_size": 2},
@@ -136,6 +138,65 @@ CASES = [
         6,
         ["size=3 must divide model.num_attention_heads=4; use 1, or another"],  # 2: not 9
     ),
+    (PP2, 3, ["pipeline_model_parallel_size=2 must divide", "3 processes were started; use 1, or start 2 processes or a"]),
+    (
+        PP2 | {"parallel__data_parallel_size": 2},
+        2,
+        ["data_parallel_size=2 x pipeline_model_parallel_size=2 = 4 ranks but 2 processes", "start 4, or", "null"],
+    ),
+    (
+        PP2 | TP2 | {"parallel__data_parallel_size": 2},
+        4,
+        ["size=2 x tensor_model_parallel_size=2 x pipeline_model_parallel_size=2 = 8 ranks but 4 processes"],
+    ),
+    (
+        PP2 | TP4 | {"model__num_layers": 6},
+        12,
+        ["pipeline_model_parallel_size=2 x tensor_model_parallel_size=4 = 8 must divide", "use one of 1, 3, or start 8 proc"],
+    ),
+    (PP2 | TP2 | {"train__global_batch_size": 3}, 8, ["=3", "micro_batch_size=1 x data-parallel 2 = 2", "try 2 or 4"]),
+    (
+        {"parallel__pipeline_model_parallel_size": 4},
+        4,
+        ["size=4 must be at most model.num_layers=2, as each stage needs a layer; use one of 1, 2, or more layers"],
+    ),
+    ({FIRST: 1}, 2, ["num_layers_in_first_pipeline_stage=1 has no effect with", "size=1; use more stages, or null"]),
+    (PP2 | {FIRST: 2}, 2, ["first_pipeline_stage=2 leaves none of model.num_layers=2 for 1 other stage", "use at most 1, or null"]),
+    (
+        {"parallel__pipeline_model_parallel_size": 3, LAST: 3, "model__num_layers": 4},
+        3,
+        ["last_pipeline_stage=3 leaves 1 of model.num_layers=4 for 2 other stages, each of which needs one; use at most 2, or"],
+    ),
+    (
+        {"parallel__pipeline_model_parallel_size": 3, FIRST: 2, LAST: 3, "model__num_layers": 4},
+        3,
+        ["first_pipeline_stage=2 + num_layers_in_last_pipeline_stage=3 = 5 leaves none of", "at most 3 in all, or null"],
+    ),
+    (
+        PP2 | {FIRST: 2, LAST: 3, "model__num_layers": 4},
+        2,
+        ["first_pipeline_stage=2 + num_layers_in_last_pipeline_stage=3 = 5 must be model.num_layers=4, as there is no other"],
+    ),
+    (
+        PP2 | EXPERTS | {"parallel__expert_model_parallel_size": 4},
+        4,
+        ["expert_model_parallel_size=4 must divide the data-parallel size 2", "use one of 1, 2, or start 8", "_size=4"],
+    ),
+    (
+        PP2 | TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 4},
+        8,
+        [
+            "size=4 x expert_tensor_parallel_size=2 = 8 must divide 4 ranks of each pipeline stage (data-parallel 2 x",
+            "use one of 1, 2, or start 16 processes (to plan only: parallel.data_parallel_size=4)",
+        ],
+    ),
+    (PP2 | {"zero__stage": 2}, 2, ["zero.stage=2 with parallel.pipeline_model_parallel_size=2: DeepSpeed", "use zero.stage=1"]),
+    (PP2 | {"zero__stage": 1, "zero__overlap_comm": True}, 2, ["zero.overlap_comm=true has no effect", "switches it off"]),
+    (
+        PP2 | {"zero__stage": 1, "zero__offload_optimizer": True, "train__precision": Precision.bf16},
+        2,
+        ["zero.offload_optimizer=true with", "bf16", "tied embedding", "share_embeddings_and_output_weights=false"],
+    ),
 ]  # fmt: skip
 
 
@@ -144,6 +205,23 @@ def test_each_problem_is_one_message_with_its_sum_and_a_way_out(changes, world_s
     found = _problems(_config(**changes), world_size, tmp_path)
     assert len(found) == 1, found
     assert [part for part in expected if part not in found[0]] == [], found[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        PP2 | {FIRST: 1, LAST: 1},
+        PP2 | {LAST: 1},
+        PP2 | {"zero__stage": 1, "zero__offload_optimizer": True},
+        PP2 | {"zero__stage": 1, "zero__offload_optimizer": True, "train__precision": Precision.bf16}
+        | {"model__share_embeddings_and_output_weights": False},
+        PP2 | TP2 | EXPERTS | {"parallel__expert_model_parallel_size": 2, "parallel__sequence_parallel": True},
+        PP2 | EXPERTS | {"parallel__expert_model_parallel_size": 4, "train__global_batch_size": 4},
+        PP2 | {"train__global_batch_size": 4},  # one micro-batch: a pipeline that is idle half of the time, but correct
+    ],
+)  # fmt: skip
+def test_pipelines_that_can_run_are_left_alone(changes, tmp_path):
+    assert _problems(_config(**changes), 8, tmp_path) == []
 
 
 def test_the_width_of_dense_layers_matters_only_where_there_are_some(tmp_path):
@@ -176,6 +254,10 @@ def _draw(random_: random.Random) -> tuple[Config, int]:
         train__global_batch_size=pick([4, 8, 12]),
         parallel__tensor_model_parallel_size=pick([1, 1, 2, 2, 3, 4]),
         parallel__sequence_parallel=random_.random() < 0.3,
+        parallel__pipeline_model_parallel_size=pick([1, 1, 1, 2, 2, 3, 4]),
+        parallel__num_layers_in_first_pipeline_stage=pick([None, None, None, 1, 2]),
+        parallel__num_layers_in_last_pipeline_stage=pick([None, None, None, 1, 2]),
+        model__num_layers=pick([2, 3, 4, 4]),
         parallel__data_parallel_size=pick([None, None, None, 1, 2, 4]),
         zero__stage=pick([0, 1, 2]),
     )
@@ -205,16 +287,18 @@ def _faults(config: Config, world_size: int) -> list[tuple[str, ...]]:
         if value % by:
             faults.append((shown, f"{key}={value}"))
 
-    ranks_are_known = world_size % tp == 0 and parallel.data_parallel_size in (None, world_size // tp)
+    pp, given = parallel.pipeline_model_parallel_size, parallel.data_parallel_size
+    data, rest = divmod(world_size, tp * pp)
+    ranks_are_known = rest == 0 and given in (None, data)
     if not ranks_are_known:
-        faults.append(
-            (f"{world_size} process", tensor if tp > 1 else f"data_parallel_size={parallel.data_parallel_size}")
-        )
-    elif train.global_batch_size % (train.micro_batch_size * world_size // tp):
-        product = f"= {train.micro_batch_size * (world_size // tp)}"
-        faults.append(
-            (f"train.global_batch_size={train.global_batch_size}", f"data-parallel {world_size // tp} {product}")
-        )
+        culprit = f"data_parallel_size={given}" if given not in (None, world_size / tp / pp) else tensor
+        if culprit == tensor and world_size % tp == 0:
+            culprit = f"pipeline_model_parallel_size={pp}"
+        faults.append((f"{world_size} process", culprit))
+    elif train.global_batch_size % (train.micro_batch_size * data):
+        product = f"= {train.micro_batch_size * data}"
+        faults.append((f"train.global_batch_size={train.global_batch_size}", f"data-parallel {data} {product}"))
+    faults += _stage_faults(config)
     must_divide(tp, tensor, model.num_attention_heads, "model.num_attention_heads")
     must_divide(tp, tensor, model.num_query_groups or tp, "model.num_query_groups")
     experts_everywhere = moe.num_moe_experts is not None and moe.moe_layer_freq == 1
@@ -232,10 +316,32 @@ def _faults(config: Config, world_size: int) -> list[tuple[str, ...]]:
     shown = f"expert_tensor_parallel_size={etp}"
     must_divide(etp, shown, moe.moe_ffn_hidden_size or model.ffn_hidden_size or 0, key)
     must_divide(etp, shown, moe.moe_shared_expert_intermediate_size or etp, "moe_shared_expert_intermediate_size")
-    if ranks_are_known and world_size % (ep * etp):
+    if ranks_are_known and data * tp % (ep * etp):
         product = f" x expert_tensor_parallel_size={etp} = {ep * etp}" if tp > 1 else ""
-        ranks = f"{world_size} ranks" if tp > 1 else f"data-parallel size {world_size}"
+        ranks = f"{data * tp} ranks" if tp > 1 else f"data-parallel size {data}"
         faults.append((f"expert_model_parallel_size={ep}{product}", ranks))
+    return faults
+
+
+def _stage_faults(config: Config) -> list[tuple[str, ...]]:
+    """The same of the layers of pipeline stages, and of ZeRO with them."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, size = (
+        parallel.pipeline_model_parallel_size,
+        f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}",
+    )
+    ends = {"first": parallel.num_layers_in_first_pipeline_stage, "last": parallel.num_layers_in_last_pipeline_stage}
+    given = {f"num_layers_in_{end}_pipeline_stage={count}": count for end, count in ends.items() if count is not None}
+    at_ends = list(ends.values()) if pp > 1 else []  # numbers of layers of all stages, None: free
+    counts = [*at_ends[:1], *[None] * (pp - 2), *at_ends[1:]] if pp > 1 else [None]
+    faults: list[tuple[str, ...]] = [(size, "zero.stage=2")] if pp > 1 and config.zero.stage == 2 else []
+    if pp > layers:
+        return [*faults, (size, f"model.num_layers={layers}")]
+    if pp == 1:
+        return [*faults, (size, *given)] if given else faults
+    least = sum(1 if count is None else count for count in counts)
+    if least > layers or (None not in counts and least < layers):
+        faults.append((f"model.num_layers={layers}", *given))
     return faults
 
 
@@ -279,13 +385,17 @@ def test_300_illegal_layouts_are_refused_with_their_numbers_and_the_accepted_can
     ("config", "world_size", "count"),
     [
         (_config(), 1, 3),
-        (_config(), 2, 9),  # tensor size 1; 2 without and with sequence parallelism; three ZeRO stages each
-        (_config(), 4, 9),  # 4 does not divide 2 key/value heads
-        (tiny_moe_config(), 2, 24),
-        (tiny_moe_config(model__num_query_groups=4), 4, 63),
-        (tiny_moe_config(model__num_query_groups=4), 8, 75),
-        (tiny_moe_config(train__global_batch_size=2), 4, 30),  # the batch cannot be shared by 4
-        (_config(zero__overlap_comm=True), 2, 6),  # without stage 0
+        # Tensor size 1; 2 without and with sequence parallelism; three ZeRO stages each. Two stages, with ZeRO 0 or 1.
+        (_config(), 2, 9 + 2),
+        (_config(), 4, 9 + 6),  # 4 divides neither 2 key/value heads nor 2 layers
+        (_config(model__num_layers=4), 4, 9 + 6 + 2),
+        (tiny_moe_config(), 2, 24 + 2),
+        (tiny_moe_config(model__num_query_groups=4), 4, 63 + 16),
+        (tiny_moe_config(model__num_query_groups=4), 8, 75 + 42),
+        (tiny_moe_config(train__global_batch_size=2), 4, 30 + 16),  # the batch cannot be shared by 4
+        (_config(zero__overlap_comm=True), 2, 6),  # without stage 0, without a pipeline
+        (_config(zero__offload_optimizer=True, train__precision=Precision.bf16), 2, 6),
+        (_config(zero__offload_optimizer=True), 2, 6 + 1),
     ],
 )
 def test_all_legal_layouts_are_listed_once(config, world_size, count, tmp_path):
@@ -293,10 +403,11 @@ def test_all_legal_layouts_are_listed_once(config, world_size, count, tmp_path):
     assert len(found) == len(set(found)) == count and legal_layouts(config, world_size) == found
     config.train.micro_batch_size = 1
     everything = [
-        Layout(world_size, tp, 1, ep, etp, sequence, stage)
-        for tp, ep, etp in itertools.product((1, 2, 4, 8), repeat=3)
+        Layout(world_size, tp, pp, ep, etp, sequence, stage)
+        for tp, pp, ep, etp in itertools.product((1, 2, 4, 8), repeat=4)
         for sequence, stage in itertools.product((False, True), (0, 1, 2))
-        if etp in (1, tp) and world_size % tp == 0 and world_size % (ep * etp) == 0 and (tp > 1 or not sequence)
+        if etp in (1, tp) and world_size % (tp * pp) == 0 and world_size % (pp * ep * etp) == 0
+        if tp > 1 or not sequence
     ]
     experts = config.moe.num_moe_experts is not None
     legal = [
@@ -309,16 +420,19 @@ def test_all_legal_layouts_are_listed_once(config, world_size, count, tmp_path):
 
 
 def test_the_list_starts_with_plain_data_parallelism_and_ends_with_the_largest_tensor_size():
-    found = legal_layouts(tiny_moe_config(), 2)
-    assert found[:3] == [Layout(2, zero_stage=stage) for stage in (0, 1, 2)]
-    assert found[-1] == Layout(2, 2, 1, 2, 1, sequence_parallel=True, zero_stage=2)
-    assert [layout.tensor_parallel_size for layout in found] == sorted(layout.tensor_parallel_size for layout in found)
+    found = legal_layouts(tiny_moe_config(), 4)
+    assert found[:3] == [Layout(4, zero_stage=stage) for stage in (0, 1, 2)]
+    assert found[-1] == Layout(4, 2, 2, 2, 1, sequence_parallel=True, zero_stage=1)
+    sizes = [(layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in found]
+    assert sizes == sorted(sizes) and set(sizes) == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 def test_the_present_layout_changes_neither_the_list_nor_itself():
     config = tiny_moe_config()
     before = legal_layouts(config, 4)
     changed = with_layout(config, Layout(16, 4, 1, 2, 4, sequence_parallel=True, zero_stage=1))
+    assert legal_layouts(changed, 4) == before
+    changed.parallel.pipeline_model_parallel_size, changed.parallel.num_layers_in_first_pipeline_stage = 3, 5
     assert legal_layouts(changed, 4) == before
 
 
@@ -341,3 +455,4 @@ def test_preparing_fills_in_the_sizes_that_follow(tmp_path):
         parallel = prepare(_config(**changes), 8, launch_dir=tmp_path).parallel
         sizes.append((parallel.data_parallel_size, parallel.expert_tensor_parallel_size))
     assert sizes == [(4, None), (4, 2), (4, 1), (8, 1)]
+    assert prepare(_config(**TP2 | PP2), 8, launch_dir=tmp_path).parallel.data_parallel_size == 2

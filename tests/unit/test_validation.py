@@ -15,6 +15,7 @@ from recipes.config import (
     Config,
     DecayStyle,
     MoeBackend,
+    Recompute,
     Resume,
     TokenDropPolicy,
     TransformerImpl,
@@ -174,6 +175,34 @@ CASES += [
 ]
 
 
+SELECTIVE = {"model.recompute_granularity": Recompute.selective}
+MOE_LAYERS = E8 | SELECTIVE
+CASES += [
+    (
+        SELECTIVE | {"model.recompute_modules": ["attention", "mlp"]},
+        1,
+        ["recompute_modules=[attention,mlp]: unknown attention", "core_attn, layernorm, mlp, moe"],
+    ),
+    (
+        SELECTIVE | {"model.recompute_modules": []},
+        1,
+        ["recompute_modules=[]", "core_attn, layernorm", "granularity=null"],
+    ),
+    (
+        {"model.recompute_modules": ["mlp"]},
+        1,
+        ["recompute_modules=[mlp] has no effect with model.recompute_granularity=null", "selective", "=[core_attn]"],
+    ),
+    (
+        {"model.recompute_modules": ["mlp"], "model.recompute_granularity": Recompute.full},
+        1,
+        ["recompute_modules=[mlp] has no effect", "granularity=full"],
+    ),
+    (SELECTIVE | {"model.recompute_modules": ["core_attn", "moe"]}, 1, ["[core_attn,moe]: moe has no effect", "dense"]),
+    (MOE_LAYERS | {"model.recompute_modules": ["mlp"]}, 1, ["mlp has no effect where every layer has experts"]),
+]
+
+
 @pytest.mark.parametrize(("changes", "world_size", "expected"), CASES, ids=[str(case[0]) for case in CASES])
 def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_size, expected, launch_dir):
     found = problems(_config(changes), world_size, launch_dir=launch_dir)
@@ -209,6 +238,11 @@ def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_s
         E8 | {"moe.moe_eval_capacity_factor": 2.0, "moe.moe_token_drop_policy": TokenDropPolicy.position},
         E8 | {"moe.moe_router_topk": 2},  # weights that do not add up to 1, as in OLMoE
         {"moe.num_moe_experts": 1},
+        SELECTIVE,
+        SELECTIVE | {"model.recompute_modules": ["layernorm", "mlp"]},
+        MOE_LAYERS | {"model.recompute_modules": ["moe"]},
+        MOE_LAYERS | {"model.recompute_modules": ["mlp", "moe"], "moe.moe_layer_freq": 2},
+        {"model.recompute_granularity": Recompute.full},
         DEEPSPEED,
         DEEPSPEED | {"moe.moe_router_topk": 3, "moe.moe_router_pre_softmax": False},
     ],
