@@ -46,10 +46,10 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_recompute,
         check_schedule,
         check_telemetry,
+        check_btm,
     ):
         found += check(config, world_size)
     found += check_owned_keys(config)
-        check_btm,
     found += check_run_folder(config, launch_dir)
     found += check_data(config, launch_dir, dry_run)
     return found
