@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 def test_skipped_gradients_leave_no_trace(run_ranks):
     cases = []
-    for stage, precision, offload in [*itertools.product((0, 1, 2), Precision, (False,)), (1, Precision.fp32, True)]:
+    for stage, precision, offload in [*itertools.product(range(4), Precision, (False,)), (1, Precision.fp32, True)]:
         config = tiny_config(zero__stage=stage, train__micro_batch_size=2, zero__offload_optimizer=offload)
         config.train.precision = precision
         config.optimizer.name, config.optimizer.weight_decay = OptimizerName.adamw, 0.1
