@@ -157,7 +157,7 @@ class Job:
         """Load everything; returns what to tell about it."""
         trainer = checkpoint.trainer
         self.guard.load(trainer["guard"])
-        if self.model.moe is not None:
+        if self.model.moe is not None and trainer["moe"] is not None:  # a mix of dense models has no load to go on from
             self.model.moe.load(trainer["moe"])
         how = "resumed" if self._ours(checkpoint) else "started"
         notes = [f"{how} from {checkpoint.path}; the next step is {self.first_step}"]

@@ -1,0 +1,150 @@
+"""Parts of the data: how distinct they are, and random ones as an indexed data set.
+
+data set -> part_statistics -> sizes, divergences between parts, a warning when they are not distinct
+data set, number of parts -> write_random_parts -> data set with a domain "random0-en" for each part and domain
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, DatasetInfo
+from recipes.data.indexed import IndexedSource, megatron_indexed_dataset, narrow
+
+# Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
+# encyclopedia by about 0.3.
+DISTINCT_BITS = 0.05
+_MOST_IDS = 2_000_000  # of a part that statistics look at
+
+
+def divergence(p_V: np.ndarray, q_V: np.ndarray) -> float:
+    """Jensen-Shannon divergence of two distributions in bits: 0 for equal ones, 1 for disjoint ones."""
+
+    def bits(a_V: np.ndarray, b_V: np.ndarray) -> float:
+        some_V = a_V > 0
+        return float((a_V[some_V] * np.log2(a_V[some_V] / b_V[some_V])).sum())
+
+    middle_V = (p_V + q_V) / 2
+    return (bits(p_V, middle_V) + bits(q_V, middle_V)) / 2
+
+
+def part_statistics(parts: Mapping[str, Sequence[IndexedSource]], vocab_size: int) -> dict[str, Any]:
+    """Sizes of each part (its sources together), and how their tokens' frequencies diverge, in bits, pair by pair.
+
+    `distinct` says whether the mean over pairs is above DISTINCT_BITS; if not, `warning` says what that means.
+    """
+    rows, frequencies = {}, []
+    for name, sources in parts.items():
+        counts_V = np.zeros(vocab_size, np.int64)
+        for source in sources:
+            counts_V += np.bincount(_some(source.ids), minlength=vocab_size)
+        rows[name] = {
+            "documents": sum(len(source.offsets) - 1 for source in sources),
+            "tokens": sum(len(source) for source in sources),
+        }
+        frequencies.append(counts_V / max(1, int(counts_V.sum())))
+    bits_PP = [[divergence(p, q) if p is not q else 0.0 for q in frequencies] for p in frequencies]
+    pairs = [bits for i, row in enumerate(bits_PP) for bits in row[:i]]
+    mean = float(np.mean(pairs)) if pairs else 0.0
+    found: dict[str, Any] = {"parts": rows, "divergence_bits": bits_PP, "mean_divergence_bits": mean}
+    found["distinct"] = mean > DISTINCT_BITS
+    if not found["distinct"]:
+        found["warning"] = (
+            f"the parts are hardly distinct: their tokens' frequencies diverge by {mean:.3f} bits on average (1: nothing in "
+            f"common; above {DISTINCT_BITS}: distinct), so that experts will know little that others do not"
+        )
+    return found
+
+
+def _some(ids: np.ndarray) -> np.ndarray:
+    """All ids, or as many of them from evenly spread places."""
+    if len(ids) <= _MOST_IDS:
+        return np.asarray(ids)
+    starts = np.linspace(0, len(ids) - 1000, _MOST_IDS // 1000).astype(np.int64)
+    return np.concatenate([ids[start : start + 1000] for start in starts])
+
+
+def deal(lengths: np.ndarray, parts: int, seed: int) -> np.ndarray:
+    """A part for each document, at random and with about as many tokens in each: in random order, each to the smallest part."""
+    bits = np.random.Philox(np.random.SeedSequence([seed, parts]))
+    order = np.argsort(bits.random_raw(len(lengths)), kind="stable")
+    sizes, dealt = np.zeros(parts, np.int64), np.empty(len(lengths), np.int64)
+    for document in order:
+        dealt[document] = smallest = int(np.argmin(sizes))
+        sizes[smallest] += lengths[document]
+    return dealt
+
+
+def write_random_parts(info: DatasetInfo, domains: Sequence[str], parts: int, seed: int, out: Path) -> None:
+    """A data set with a random 1/parts of the training documents of each domain, as domains "random<part>-<domain>".
+
+    Raises ValueError for a domain with fewer documents than parts.
+    """
+
+    def documents() -> Iterator[tuple[str, Iterable[np.ndarray]]]:
+        for number, domain in enumerate(domains):
+            source = info.open(domain, "train")
+            lengths = np.diff(source.offsets)
+            if len(lengths) < parts:
+                few = f"{len(lengths)} documents of training text, fewer than the {parts} parts"
+                raise ValueError(f"domain {domain} has {few}; use fewer branches, or leave the domain out")
+            dealt = deal(lengths, parts, seed + number)
+            for part in range(parts):
+                yield (
+                    f"random{part}-{domain}",
+                    (_document(source, index) for index in np.flatnonzero(dealt == part).tolist()),
+                )
+
+    write_dataset(info, documents(), out)
+
+
+def _document(source: IndexedSource, index: int) -> np.ndarray:
+    return source.ids[source.offsets[index] : source.offsets[index + 1]]
+
+
+def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:
+    """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
+    builder = megatron_indexed_dataset().IndexedDatasetBuilder
+    entries: dict[str, Any] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, documents in domains:
+        sizes = {}
+        for split in SPLITS:
+            writer, count, tokens = builder(str(out / f"{name}_{split}.bin"), dtype=info.dtype.type), 0, 0
+            for ids in documents if split == "train" else ():
+                writer.add_document(narrow(ids, info.dtype), [len(ids)])
+                count, tokens = count + 1, tokens + len(ids)
+            writer.finalize(str(out / f"{name}_{split}.idx"))
+            sizes[split] = {"documents": count, "tokens": tokens}
+        entries[name] = {"splits": sizes}
+    tokenizer = {"fingerprint": info.tokenizer_fingerprint, "vocab_size": info.vocab_size, "eod": info.eod}
+    manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": info.dtype.name, "domains": entries}
+    for file in info.folder.glob("tokenizer*"):
+        shutil.copyfile(file, out / file.name)
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:
+    """What says whether the text of these domains is still the same, without reading all of it: sizes and checksums of the
+    index of each split, and the checksum of its input where the data set records it."""
+    import hashlib
+
+    recorded = json.loads((info.folder / MANIFEST).read_text(encoding="utf-8")).get("inputs", {})
+    found: dict[str, Any] = {"tokenizer": info.tokenizer_fingerprint, "vocab_size": info.vocab_size}
+    for domain in domains:
+        indices = [info.folder / f"{domain}_{split}.idx" for split in SPLITS]
+        source = recorded.get(domain, {}).get("sha256")
+        if source is None:  # nothing is recorded of where it came from: read it
+            indices += [info.folder / f"{domain}_{split}.bin" for split in SPLITS]
+        digests = []
+        for path in indices:
+            with path.open("rb") as stream:
+                digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+        found[domain] = {"input": source, "files": digests}
+    return found
