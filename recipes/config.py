@@ -81,6 +81,13 @@ class AuxLossScope(enum.Enum):
     global_batch = "global_batch"
 
 
+class ScoreFunction(enum.Enum):
+    """From a token's logits to its scores: a softmax over the experts, or each expert's sigmoid by itself."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
 class TokenDropPolicy(enum.Enum):
     """Whom a full expert turns away: the smallest gates, or the last tokens."""
 
@@ -104,16 +111,6 @@ class DecayStyle(enum.Enum):
     wsd = "wsd"
 
 
-class WandbMode(enum.Enum):
-    """Weights & Biases: files in the run folder only, live upload, or not at all."""
-
-    offline = "offline"
-    online = "online"
-    disabled = "disabled"
-
-
-@dataclass
-class RunConfig:
 class BtmStage(enum.Enum):
     """Stages of Branch-Train-Merge, in order; each leaves its artefacts in the run folder."""
 
@@ -149,6 +146,16 @@ class ExpertPrior(enum.Enum):
     cached = "cached"
 
 
+class WandbMode(enum.Enum):
+    """Weights & Biases: files in the run folder only, live upload, or not at all."""
+
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass
+class RunConfig:
     """Where the run lives and what it starts from."""
 
     name: str = "pretrain"  # shown in logs; part of the default run folder
@@ -218,10 +225,20 @@ class MoeConfig:
     moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
     moe_router_topk: int = 1  # experts per token
     moe_router_pre_softmax: bool = True  # gates from the softmax over all experts; false: over the chosen ones
+    moe_router_score_function: ScoreFunction = ScoreFunction.softmax
+    moe_router_norm_topk_prob: bool | None = None  # gates of a token add up to 1; null: those of several sigmoids do
+    moe_router_topk_scaling_factor: float | None = None  # by which gates are multiplied at last; null: 1
+    moe_router_num_groups: int | None = None  # equal parts of the experts, such as those of a node; null: no groups
+    moe_router_group_topk: int | None = None  # groups in which a token's experts may be; null: no groups
+    moe_router_enable_expert_bias: bool = False  # balance by biases that count in the choice only
+    moe_router_bias_update_rate: float = 1e-3  # by which each step moves the biases
     moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of all others'
     moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss
     aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
     moe_z_loss_coeff: float = 0.0  # weight of each layer's router z-loss
+    moe_loss_coeff_ramp: list[int] | None = None  # [first, last] step between which these weights move; null: they stay
+    moe_aux_loss_coeff_end: float | None = None  # moe_aux_loss_coeff from the last of these steps on; null: unchanged
+    moe_z_loss_coeff_end: float | None = None  # moe_z_loss_coeff from the last of these steps on; null: unchanged
     moe_expert_capacity_factor: float | None = None  # of the even share of a rank's tokens; null: nothing is dropped
     moe_eval_capacity_factor: float | None = None  # the same in evaluation
     moe_min_capacity: int = 0  # tokens that an expert takes at least, with a capacity factor
@@ -248,7 +265,7 @@ class ParallelConfig:
 class ZeroConfig:
     """DeepSpeed ZeRO: what is divided over the data-parallel ranks."""
 
-    stage: int = 1  # 0: nothing, 1: optimizer states, 2: also gradients
+    stage: int = 1  # 0: nothing, 1: optimizer states, 2: also gradients, 3: also weights (dense models)
     reduce_bucket_size: int = 50_000_000  # elements reduced at once
     allgather_bucket_size: int = 50_000_000  # elements gathered at once
     overlap_comm: bool = False  # reduce gradients during the backward pass (CUDA)
@@ -302,6 +319,7 @@ class ScheduleConfig:
 class CheckpointConfig:
     """When training state is written, and which is read."""
 
+    load_from: str | None = None  # checkpoint of another run, whose weights, moments and step a new run starts with
     save_interval: int = 0  # steps between checkpoints; 0: only after the last step
     save_final: bool = True  # write one after the last step
     keep: int = 2  # newest checkpoints kept
@@ -321,27 +339,6 @@ class TelemetryConfig:
     wandb_group: str | None = None
 
 
-@dataclass
-    load_from: str | None = None  # checkpoint of another run, whose weights, moments and step a new run starts with
-class Config:
-    """The whole run."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    moe: MoeConfig = field(default_factory=MoeConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-
-def to_plain(config: Any) -> Any:
-    """The config as plain dicts, lists, numbers and strings (enums by name): what YAML and JSON hold."""
 @dataclass
 class BtmConfig:
     """Branch-Train-Merge (`python -m recipes.btm`): how the run that the rest describes is divided into branches.
@@ -379,6 +376,27 @@ class BtmConfig:
     mix_router_lr_scale: float = 1.0  # learning rate of its routers, as a multiple of all others'
 
 
+@dataclass
+class Config:
+    """The whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    btm: BtmConfig = field(default_factory=BtmConfig)
+
+
+def to_plain(config: Any) -> Any:
+    """The config as plain dicts, lists, numbers and strings (enums by name): what YAML and JSON hold."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, enum.Enum):
@@ -395,7 +413,6 @@ def from_plain(kind: Any, value: Any, key: str = "") -> Any:
 
     Raises ValueError naming the dotted `key` that the schema does not have, or whose value is of another type.
     """
-    btm: BtmConfig = field(default_factory=BtmConfig)
     options = typing.get_args(kind)
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):  # the schemas only have unions with None

@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router, whose value never depends on how tokens are spread over ranks.
+"""Auxiliary losses of the router, and biases in place of one; neither depends on how tokens are spread over ranks.
 
 Convention: with f_e the share of all (token, choice) assignments that go to expert e (sum 1) and P_e the mean probability of
 e, the load-balancing loss is E sum_e f_e P_e: 1 for a uniform router, E when all tokens take one expert (Fedus et al. 2021,
@@ -54,6 +54,22 @@ def sequence_balance_part(
 def z_part(logits_TE: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """sum_t logsumexp(logits_t)^2 / tokens over the tokens given."""
     return torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
+
+
+def bias_change(counts_NE: torch.Tensor, rate: float) -> torch.Tensor:
+    """How biases of N layers move after a step with these integer counts: up by `rate` for an expert with less than the mean
+    of its layer, down for one with more (Wang et al. 2024, arXiv 2408.15664, alg. 1). Decided in integers: fp32 [N, E]."""
+    num_experts = counts_NE.shape[1]
+    missing_NE = counts_NE.sum(1, keepdim=True) - num_experts * counts_NE
+    return missing_NE.sign().float() * rate
+
+
+def coefficient(start: float, end: float | None, ramp: list[int] | None, step: int) -> float:
+    """The weight of a loss at a step (from 1): `start` up to step ramp[0], `end` from step ramp[1] on, linear in between."""
+    if end is None or ramp is None:
+        return start
+    first, last = ramp
+    return start + (end - start) * min(1.0, max(0.0, (step - first) / (last - first)))
 
 
 class AddLoss(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""What all MoE layers of a model share on one rank: the layout, the weights of the auxiliary losses, the step's statistics.
+"""What all MoE layers of a model share on one rank: the layout, the weights of the auxiliary losses, the step's statistics, the
+biases that balance without a loss.
 
 Layers report into it during the forward pass of training; `finish_step` adds the reports up over ranks, once per step.
 N layers with experts, E experts.
@@ -14,7 +15,7 @@ from recipes import collectives
 from recipes.config import AuxLossScope, Config
 from recipes.groups import Groups
 from recipes.logical import moe_layers, num_moe_experts
-from recipes.moe.balance import AddLoss, balance_part, sequence_balance_part, z_part
+from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
 from recipes.topology import Role
 
 _SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind the E counts
@@ -43,6 +44,13 @@ class MoeContext:
         self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())
         # Counts of the step before, for the scope global_batch; equal at first.
         self.previous_NE = torch.ones(len(self.layers), num_experts, dtype=torch.int64, device=self.report.device)
+        # No part of the model, which may be cast to bf16: the rate would be lost in a bias of 0.5.
+        self.bias_NE = torch.zeros(len(self.layers), num_experts, dtype=torch.float32, device=self.report.device)
+        self.steps = 0  # finished ones, skipped ones too
+
+    def bias(self, layer: int) -> torch.Tensor | None:
+        """What is added to the scores of global layer `layer` for the choice: fp32 [E], or None without such biases."""
+        return self.bias_NE[self.layers.index(layer)] if self.moe.moe_router_enable_expert_bias else None
 
     def auxiliary(
         self, out: torch.Tensor, layer: int, logits_TE: torch.Tensor, probs_TE: torch.Tensor, ids_TK: torch.Tensor,
@@ -57,7 +65,14 @@ class MoeContext:
         counts_E = torch.bincount(ids_TK.reshape(-1), minlength=num_experts)
         balance = self._balance(row, probs_TE, ids_TK, counts_E, sequence_shape)
         z = z_part(logits_TE, self.tokens_per_step)
-        loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z
+        weights = [
+            coefficient(start, end, moe.moe_loss_coeff_ramp, self.steps + 1)
+            for start, end in (
+                (moe.moe_aux_loss_coeff, moe.moe_aux_loss_coeff_end),
+                (moe.moe_z_loss_coeff, moe.moe_z_loss_coeff_end),
+            )
+        ]
+        loss = weights[0] * balance + weights[1] * z
         self._record(row, counts_E, probs_TE, dropped, balance, z)
         # The engine multiplies the language loss by the number of data-parallel ranks, over which DeepSpeed then averages.
         return AddLoss.apply(out, loss, self.groups.layout.data_parallel_size / self.copies)
@@ -95,27 +110,43 @@ class MoeContext:
         """Over ranks that route the other positions of the same sequences."""
         return collectives.sum_over_ranks(value, self.groups.handle(Role.tp)) if self.tokens_split else value
 
-    def finish_step(self) -> dict[str, Any]:
-        """Metrics of the step over all ranks; forgets it afterwards (a collective)."""
+    def finish_step(self, applied: bool = True) -> dict[str, Any]:
+        """Metrics of the step over all ranks; forgets it afterwards (a collective).
+
+        Only steps whose update was `applied` change what later ones depend on: the counts of the step before, the biases.
+        """
         # A model that one rank has for itself has nothing to add up, however many ranks there are.
         alone = self.groups.layout.world_size == 1
         report = self.report if alone else collectives.sum_over_ranks(self.report)
         num_experts = self.previous_NE.shape[1]
         counts_NE, sums = report[:, :num_experts], dict(zip(_SUMS, report[:, num_experts:].t(), strict=True))
-        self.previous_NE = counts_NE.round().long()
+        if applied:
+            self._learn_from(counts_NE.round().long())
+        self.steps += 1
         metrics = load_metrics(counts_NE, sums["tokens"], sums["dropped"], sums["entropy"])
         metrics["load_balancing_loss"] = float(sums["balance"].mean())
         metrics["z_loss"] = float(sums["z"].mean())
         self.report = torch.zeros_like(report)
         return metrics
 
+    def _learn_from(self, counts_NE: torch.Tensor) -> None:
+        self.previous_NE = counts_NE
+        if self.moe.moe_router_enable_expert_bias:
+            self.bias_NE += bias_change(counts_NE, self.moe.moe_router_bias_update_rate)
+
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
-        return {"previous_counts": self.previous_NE.tolist()}
+        """What a resumed run, or one that only computes, needs, as JSON (which holds fp32 exactly)."""
+        return {"previous_counts": self.previous_NE.tolist(), "bias": self.bias_NE.tolist(), "steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.previous_NE.copy_(torch.tensor(state["previous_counts"]))
+        """Go on from a saved state; what is not in it stays as it is."""
+        for name, tensor in (("previous_counts", self.previous_NE), ("bias", self.bias_NE)):
+            if name in state:
+                value = torch.tensor(state[name], dtype=tensor.dtype)
+                if value.shape != tensor.shape:
+                    raise ValueError(f"{name} of shape {list(value.shape)}, the model has {list(tensor.shape)}")
+                tensor.copy_(value)
+        self.steps = state.get("steps", self.steps)
 
 
 def load_metrics(counts_NE: torch.Tensor, tokens_N, dropped_N, entropy_N) -> dict[str, Any]:

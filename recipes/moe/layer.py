@@ -43,8 +43,10 @@ class MoeLayer(nn.Module):
         self.layer, self.context, self.moe = layer, context, run.moe
         self.layout = context.groups.layout
         gated, dtype, hidden = run.model.activation is Activation.swiglu, config.params_dtype, run.model.hidden_size
-        kind = GroupedMoE if run.moe.backend is MoeBackend.grouped else StockMoE
-        self.routed = kind(run, context, gated, dtype)
+        if run.moe.backend is MoeBackend.grouped:
+            self.routed: GroupedMoE | StockMoE = GroupedMoE(run, context, layer, gated, dtype)
+        else:
+            self.routed = StockMoE(run, context, gated, dtype)
         shared = run.moe.moe_shared_expert_intermediate_size
         width = (shared or 0) // self.layout.expert_tensor_parallel_size
         self.shared = ExpertMLP(hidden, width, gated, dtype) if shared else None
@@ -89,11 +91,12 @@ class MoeLayer(nn.Module):
 class GroupedMoE(MoE):
     """Our layer: experts as stacks, all-to-all with uneven splits, nothing padded."""
 
-    def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
+    def __init__(self, run: Config, context: MoeContext, layer: int, gated: bool, dtype: torch.dtype):
         nn.Module.__init__(self)  # not MoE's: it would build DeepSpeed's own layer
         layout, moe, hidden = context.groups.layout, run.moe, run.model.hidden_size
         width = expert_width(run) // layout.expert_tensor_parallel_size
-        self.moe, self.group, self.gated = moe, context.group, gated
+        self.moe, self.context, self.layer = moe, context, layer
+        self.group, self.gated = context.group, gated
         self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = context.groups.expert_key
@@ -115,7 +118,7 @@ class GroupedMoE(MoE):
 
     def forward(self, x_TH: torch.Tensor):
         logits_TE = router_logits(x_TH, self.router)
-        ids_TK, gates_TK, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
+        ids_TK, gates_TK, probs_TE = route(logits_TE, self.moe, self.context.bias(self.layer))
         keep_TK, dropped = self._capacity(ids_TK, gates_TK)
         plan = make_plan(ids_TK, keep_TK, self.num_experts, self.group)
         rows_RH = scatter_to_experts(x_TH, plan, ids_TK.shape[1], self.group)
@@ -167,7 +170,7 @@ class StockMoE(MoE):
     def forward(self, x_TH: torch.Tensor):
         out_TH = self._experts(x_TH)
         logits_TE = router_logits(x_TH, self.router_weight)
-        ids_TK, _, probs_TE = route(logits_TE, self.moe.moe_router_topk, self.moe.moe_router_pre_softmax)
+        ids_TK, _, probs_TE = route(logits_TE, self.moe)
         return out_TH, logits_TE, probs_TE, ids_TK, 0
 
     def _experts(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Routing as pure functions. T tokens, E experts, K experts per token. Everything is fp32, whatever the model's type."""
+"""Routing as pure functions. T tokens, E experts, K experts per token. Everything is fp32, whatever the model's type.
+
+logits_TE -> scores_TE -> choice_TE (biases added) -> top_k: ids_TK -> gates_TK -> capacity: which choices are kept
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,105 @@ from fractions import Fraction
 import torch
 import torch.nn.functional as F
 
+from recipes.config import MoeConfig, ScoreFunction
+
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
-    """Scores before the softmax: fp32 [T, E]. Both factors are cast up first: bf16 products would tie and flip choices."""
+    """Logits: fp32 [T, E]. Both factors are cast up first: bf16 products would tie and flip choices."""
     return F.linear(x_TH.float(), weight_EH.float())
 
 
-def route(logits_TE: torch.Tensor, topk: int, pre_softmax: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose K experts per token: (ids_TK int64, gates_TK fp32, probs_TE fp32).
+def scores(logits_TE: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
+    """How much each token asks for each expert: the softmax over the experts, or sigmoids (DeepSeek-V3, arXiv 2412.19437,
+    eq. 15)."""
+    return torch.sigmoid(logits_TE) if function is ScoreFunction.sigmoid else torch.softmax(logits_TE, dim=-1)
 
-    `pre_softmax`: gates are the chosen entries of the softmax over all experts, as in Switch (Fedus et al. 2021,
-    arXiv 2101.03961, eq. 2) and OLMoE; otherwise the softmax over the K chosen logits, as in Mixtral, which is the same as
-    renormalising and has no denominator that could vanish.
+
+def probabilities(logits_TE: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
+    """Scores divided by their sum over the experts, what balance losses are made of (DeepSeek-V3, eq. 19)."""
+    return torch.softmax(_logarithms(logits_TE, function), dim=-1)
+
+
+def top_k(
+    choice_TE: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+) -> torch.Tensor:
+    """The K experts of each token with the largest values, the best first: int64 [T, K].
+
+    With groups only experts of the token's `group_topk` best of `num_groups` equal groups can be chosen. A group is worth the
+    sum of its K / group_topk best experts (DeepSeek-V3, arXiv 2412.19437, sec. 2.1.2), at least one.
     """
-    probs_TE = torch.softmax(logits_TE, dim=-1)
-    top_TK, ids_TK = torch.topk(logits_TE, topk, dim=-1)
-    gates_TK = probs_TE.gather(1, ids_TK) if pre_softmax else torch.softmax(top_TK, dim=-1)
-    return ids_TK, gates_TK, probs_TE
+    if num_groups is not None:
+        assert group_topk is not None
+        choice_TE = choice_TE.masked_fill(~_in_best_groups(choice_TE, topk, num_groups, group_topk), -math.inf)
+    return torch.topk(choice_TE, topk, dim=-1).indices
+
+
+def _in_best_groups(choice_TE: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> torch.Tensor:
+    choice_TGM = choice_TE.unflatten(1, (num_groups, -1))
+    worth_TG = choice_TGM.topk(max(1, topk // group_topk), dim=-1).values.sum(-1)
+    best_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, worth_TG.topk(group_topk, dim=-1).indices, True)
+    return best_TG[..., None].expand_as(choice_TGM).flatten(1)
+
+
+def gates(
+    logits_TE: torch.Tensor,
+    scores_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    function: ScoreFunction,
+    renormalise: bool,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """Weights of the chosen experts' outputs: their scores, divided by the sum of these if `renormalise`, x `factor`.
+
+    A softmax divided by the sum of the chosen is the softmax over the chosen, as in Mixtral; otherwise the gates are those of
+    Switch (Fedus et al. 2021, arXiv 2101.03961, eq. 2) and OLMoE. Renormalised gates have no denominator that could vanish.
+    """
+    if renormalise:
+        chosen_TK = torch.softmax(_logarithms(logits_TE.gather(1, ids_TK), function), dim=-1)
+    else:
+        chosen_TK = scores_TE.gather(1, ids_TK)
+    return chosen_TK if factor == 1.0 else chosen_TK * factor
+
+
+def _logarithms(logits: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
+    """Logarithms of scores, but for a constant per token: their softmax is the scores divided by their sum."""
+    return F.logsigmoid(logits) if function is ScoreFunction.sigmoid else logits
+
+
+def renormalises(moe: MoeConfig) -> bool:
+    """Whether the gates of a token add up to 1 (times the scaling factor)."""
+    if moe.moe_router_norm_topk_prob is not None:
+        return moe.moe_router_norm_topk_prob
+    if moe.moe_router_score_function is ScoreFunction.sigmoid:
+        return moe.moe_router_topk > 1
+    return not moe.moe_router_pre_softmax
+
+
+def choice(
+    logits_TE: torch.Tensor, scores_TE: torch.Tensor, moe: MoeConfig, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What experts are chosen by: fp32 [T, E] without gradient.
+
+    Logits are in the order of scores and do not tie where scores round to 0 or 1. Only where scores are added up, to biases
+    or within a group, their values matter; a softmax behind the choice leaves groups to be compared by logits, as in
+    megatron-core.
+    """
+    if bias_E is not None:
+        return scores_TE.detach() + bias_E
+    behind = moe.moe_router_score_function is ScoreFunction.softmax and not moe.moe_router_pre_softmax
+    return (logits_TE if moe.moe_router_num_groups is None or behind else scores_TE).detach()
+
+
+def route(
+    logits_TE: torch.Tensor, moe: MoeConfig, bias_E: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose K experts per token as described: (ids_TK int64, gates_TK fp32, probs_TE fp32). Biases enter the choice only."""
+    function, factor = moe.moe_router_score_function, moe.moe_router_topk_scaling_factor or 1.0
+    probs_TE = probabilities(logits_TE, function)
+    scores_TE = probs_TE if function is ScoreFunction.softmax else scores(logits_TE, function)
+    chosen_by_TE = choice(logits_TE, scores_TE, moe, bias_E)
+    ids_TK = top_k(chosen_by_TE, moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
+    return ids_TK, gates(logits_TE, scores_TE, ids_TK, function, renormalises(moe), factor), probs_TE
 
 
 def capacity(tokens: int, topk: int, num_experts: int, factor: float, minimum: int = 0) -> int:

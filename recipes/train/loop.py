@@ -75,7 +75,7 @@ def _record(job: Job, step: int, result: StepResult) -> None:
         "skipped_steps": job.guard.skipped,
     }
     if job.model.moe is not None:
-        values |= job.model.moe.finish_step()
+        values |= job.model.moe.finish_step(result.skipped is None)
     job.last_values = values
     job.metrics.write(step, values)
     job.wandb.log(step, values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from recipes import schema
-from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig
-from recipes.validation.limits import Problems
+from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig, ScoreFunction
+from recipes.validation.limits import Problems, divisible
 
 
 def check_experts(config: Config, world_size: int) -> Problems:
@@ -14,7 +14,7 @@ def check_experts(config: Config, world_size: int) -> Problems:
     if config.moe.num_moe_experts is None:
         yield from _dense(config)
         return
-    for check in (_layers, _routing, _capacity, _backend):
+    for check in (_layers, _routing, _groups, _balance, _capacity, _backend):
         yield from check(config)
 
 
@@ -54,10 +54,67 @@ def _routing(config: Config) -> Problems:
     if moe.moe_router_topk > moe.num_moe_experts:
         limit = f"moe.num_moe_experts={moe.num_moe_experts}"
         yield f"moe.moe_router_topk={moe.moe_router_topk} must be at most {limit}; use fewer choices, or more experts"
-    if moe.moe_router_topk == 1 and not moe.moe_router_pre_softmax:
+    if moe.moe_router_score_function is ScoreFunction.sigmoid and not moe.moe_router_pre_softmax:
+        reason = "there is no softmax to come before or after the choice"
+        way_out = "use moe.moe_router_pre_softmax=true; moe.moe_router_norm_topk_prob says whether gates add up to 1"
+        yield f"moe.moe_router_pre_softmax=false with moe.moe_router_score_function=sigmoid: {reason}; {way_out}"
+    elif not moe.moe_router_pre_softmax and moe.moe_router_norm_topk_prob is False:
+        reason = "a softmax over the chosen experts adds up to 1"
+        way_out = "use moe.moe_router_norm_topk_prob=null, or moe.moe_router_pre_softmax=true"
+        yield f"moe.moe_router_norm_topk_prob=false with moe.moe_router_pre_softmax=false: {reason}; {way_out}"
+    elif moe.moe_router_topk == 1 and moe.moe_router_norm_topk_prob:
+        reason = "the gate of one chosen expert would always be 1, so that the language loss could not train the router"
+        way_out = "use moe.moe_router_norm_topk_prob=null, or moe.moe_router_topk=2"
+        yield f"moe.moe_router_norm_topk_prob=true with moe.moe_router_topk=1: {reason}; {way_out}"
+    elif moe.moe_router_topk == 1 and not moe.moe_router_pre_softmax:
         reason = "the softmax over one chosen expert is always 1, so that the language loss could not train the router"
         way_out = "use moe.moe_router_pre_softmax=true, or moe.moe_router_topk=2"
         yield f"moe.moe_router_pre_softmax=false with moe.moe_router_topk=1: {reason}; {way_out}"
+
+
+def _groups(config: Config) -> Problems:
+    moe, experts = config.moe, config.moe.num_moe_experts
+    assert experts is not None
+    groups, chosen = moe.moe_router_num_groups, moe.moe_router_group_topk
+    if groups is None and chosen is None:
+        return
+    shown = f"moe.moe_router_num_groups={schema.show(groups)} with moe.moe_router_group_topk={schema.show(chosen)}"
+    if groups is None or chosen is None:
+        yield f"{shown}: both or none; set both, such as 4 and 2, or both to null"
+        return
+    yield from divisible("moe.num_moe_experts", experts, f"moe.moe_router_num_groups={groups}", groups)
+    topk, within = moe.moe_router_topk, chosen * (experts // groups)
+    if chosen > groups:
+        yield f"{shown}: a token can choose at most all groups; use moe.moe_router_group_topk={groups} or less"
+    elif topk % chosen:
+        reason = "a group is worth its moe_router_topk / moe_router_group_topk best experts"
+        legal = ", ".join(str(number) for number in range(1, min(topk, groups) + 1) if topk % number == 0)
+        yield f"moe.moe_router_group_topk={chosen} must divide moe.moe_router_topk={topk}: {reason}; use one of {legal}"
+    elif experts % groups == 0 and topk > within:
+        reason = f"its {chosen} groups have {within} experts"
+        yield f"{shown}: a token cannot choose moe.moe_router_topk={topk} experts when {reason}; use more or larger groups"
+
+
+def _balance(config: Config) -> Problems:
+    moe, default = config.moe, MoeConfig()
+    rate = moe.moe_router_bias_update_rate
+    if not moe.moe_router_enable_expert_bias and rate != default.moe_router_bias_update_rate:
+        reason = "has no effect without biases (moe.moe_router_enable_expert_bias=false)"
+        yield f"moe.moe_router_bias_update_rate={rate} {reason}; enable them, or leave it at its default"
+    ramp, ends = moe.moe_loss_coeff_ramp, {}
+    for name in ("moe_aux_loss_coeff_end", "moe_z_loss_coeff_end"):
+        if (value := getattr(moe, name)) is not None:
+            ends[f"moe.{name}"] = value
+    if ramp is None and ends:
+        few = ", ".join(f"{key}={value}" for key, value in ends.items())
+        yield f"{few} with moe.moe_loss_coeff_ramp=null: no step to start at; set it to [first,last] steps, or leave both out"
+    if ramp is not None:
+        shown = f"moe.moe_loss_coeff_ramp={schema.show(ramp)}"
+        if len(ramp) != 2 or not 0 <= ramp[0] < ramp[1]:
+            yield f"{shown} must be [first,last] with 0 <= first < last, such as [0,1000]"
+        if not ends:
+            way_out = "set moe.moe_aux_loss_coeff_end or moe.moe_z_loss_coeff_end, or moe.moe_loss_coeff_ramp=null"
+            yield f"{shown} has no effect without a weight to move to; {way_out}"
 
 
 def _capacity(config: Config) -> Problems:
@@ -71,11 +128,27 @@ def _capacity(config: Config) -> Problems:
             yield f"moe.{name}={schema.show(value)} has no effect without a capacity factor: nothing is dropped; {way_out}"
 
 
+# What DeepSpeed's gates cannot do.
+_OURS_ALONE = (
+    "moe_router_score_function",
+    "moe_router_norm_topk_prob",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+)
+
+
 def _backend(config: Config) -> Problems:
     """What DeepSpeed's own gates (deepspeed/moe/sharded_moe.py of 0.19) do otherwise than the description says."""
     moe, topk = config.moe, config.moe.moe_router_topk
     if moe.backend is not MoeBackend.deepspeed:
         return
+    for name in _OURS_ALONE:
+        value, default = getattr(moe, name), getattr(MoeConfig(), name)
+        if value != default:
+            way_out = f"use moe.backend=grouped, or moe.{name}={schema.show(default)}"
+            yield f"moe.{name}={schema.show(value)} with moe.backend=deepspeed: DeepSpeed's gates have no such option; {way_out}"
     if topk > 1 and moe.moe_router_pre_softmax:
         reason = f"DeepSpeed renormalises the gates of {topk} choices"
         way_out = "use moe.moe_router_pre_softmax=false, or moe.backend=grouped"

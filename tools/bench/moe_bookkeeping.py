@@ -61,7 +61,7 @@ def steps_to_compare(
         return call
 
     live = {name: timed(getattr(context, name)) for name in ("_record", "finish_step")}
-    idle = {"_record": lambda *_: None, "finish_step": dict}
+    idle: dict[str, Callable[..., Any]] = {"_record": lambda *_: None, "finish_step": lambda *_: {}}
 
     def with_metrics() -> None:
         vars(context).update(live)

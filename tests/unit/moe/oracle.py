@@ -17,12 +17,28 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass
+class Options:
+    """Choices and gates beyond softmax and top-k. `renormalise` None: unless the softmax comes before the choice."""
+
+    sigmoid: bool = False
+    renormalise: bool | None = None
+    scaling: float = 1.0
+    num_groups: int = 1
+    group_topk: int = 1
+    bias: list[float] | None = None
+
+
+@dataclass
 class Routed:
-    """`chosen[t]`: experts of token t, the best first. `kept`: (token, choice) pairs that no full expert turned away."""
+    """`chosen[t]`: experts of token t, the best first. `kept`: (token, choice) pairs that no full expert turned away.
+
+    `probs_TE`: scores divided by their sum over the experts.
+    """
 
     out_SBH: torch.Tensor
     logits_TE: torch.Tensor
     probs_TE: torch.Tensor
+    gates: list[list[torch.Tensor]]
     chosen: list[list[int]]
     kept: set[tuple[int, int]]
 
@@ -41,21 +57,21 @@ def moe_layer(
     factor: float | None = None,
     minimum: int = 0,
     by_probability: bool = True,
+    options: Options | None = None,
 ) -> Routed:
     """Output and routing; `factor` None: nothing is dropped."""
+    options = options or Options()
     tokens = list(x_SBH.reshape(-1, x_SBH.shape[-1]))
     experts = len(weights["router"])
     all_logits, all_probs, chosen, gates = [], [], [], []
     for x_H in tokens:
         logits_E = torch.stack([(row_H * x_H).sum() for row_H in weights["router"]])
-        exponentials_E = torch.exp(logits_E - logits_E.max().detach())
-        probs_E = exponentials_E / exponentials_E.sum()
-        best = sorted(range(experts), key=lambda expert: -logits_E[expert].item())[:topk]
-        total = 1.0 if pre_softmax else sum(probs_E[expert] for expert in best)
+        scores_E, probs_E = scores_of(logits_E, options)
+        best = best_experts(logits_E, scores_E, topk, pre_softmax, options)
         all_logits.append(logits_E)
         all_probs.append(probs_E)
         chosen.append(best)
-        gates.append([probs_E[expert] / total for expert in best])
+        gates.append(gates_of(scores_E, best, pre_softmax, options))
     limit = len(tokens)
     if factor is not None:
         limit = capacity(len(tokens), topk, experts, factor, minimum)
@@ -70,7 +86,42 @@ def moe_layer(
             y_H = y_H + feed_forward(x_H, weights, "shared")
         outs.append(y_H)
     out_SBH = torch.stack(outs).view(x_SBH.shape)
-    return Routed(out_SBH, torch.stack(all_logits), torch.stack(all_probs), chosen, kept)
+    return Routed(out_SBH, torch.stack(all_logits), torch.stack(all_probs), gates, chosen, kept)
+
+
+def scores_of(logits_E: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of one token, and the same divided by their sum."""
+    scores = [1 / (1 + torch.exp(-logit)) for logit in logits_E]
+    if not options.sigmoid:
+        exponentials = [torch.exp(logit - logits_E.max().detach()) for logit in logits_E]
+        scores = [exponential / sum(exponentials) for exponential in exponentials]
+    return torch.stack(scores), torch.stack([score / sum(scores) for score in scores])
+
+
+def best_experts(
+    logits_E: torch.Tensor, scores_E: torch.Tensor, topk: int, pre_softmax: bool, options: Options
+) -> list[int]:
+    """The chosen ones of one token: by scores plus biases, within its best groups."""
+    experts = range(len(logits_E))
+    behind = not pre_softmax and not options.sigmoid and options.bias is None
+    worth = (logits_E if behind else scores_E).tolist()
+    if options.bias is not None:
+        worth = [score + bias for score, bias in zip(worth, options.bias, strict=True)]
+    size = len(worth) // options.num_groups
+    groups = [list(experts[start : start + size]) for start in range(0, len(worth), size)]
+    counted = max(1, topk // options.group_topk)
+    groups.sort(key=lambda group: -sum(sorted((worth[expert] for expert in group), reverse=True)[:counted]))
+    allowed = [expert for group in groups[: options.group_topk] for expert in group]
+    return sorted(allowed, key=lambda expert: -worth[expert])[:topk]
+
+
+def gates_of(scores_E: torch.Tensor, best: list[int], pre_softmax: bool, options: Options) -> list[torch.Tensor]:
+    """Weights of the chosen experts."""
+    renormalise = options.renormalise
+    if renormalise is None:
+        renormalise = len(best) > 1 if options.sigmoid else not pre_softmax
+    total = sum(scores_E[expert] for expert in best) if renormalise else 1.0
+    return [options.scaling * scores_E[expert] / total for expert in best]
 
 
 def feed_forward(x_H: torch.Tensor, weights: Weights, prefix: str) -> torch.Tensor:

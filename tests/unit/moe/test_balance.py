@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.moe.balance import AddLoss, balance_part, sequence_balance_part, z_part
-from recipes.moe.router import route
+from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
+from recipes.moe.router import top_k
 from tests.unit.moe import oracle
 
 
@@ -43,7 +43,7 @@ def test_z_loss_is_the_mean_square_of_the_logsumexp():
 def test_parts_of_ranks_add_up():
     torch.manual_seed(0)
     logits_TE = torch.randn(10, 4)
-    ids_TK, _, probs_TE = route(logits_TE, 2, pre_softmax=True)
+    ids_TK, probs_TE = top_k(logits_TE, 2), torch.softmax(logits_TE, 1)
     share_E = shares(ids_TK, 4)
     whole = balance_part(probs_TE, share_E, 10)
     parts = [balance_part(part, share_E, 10) for part in probs_TE.split([7, 1, 2])]
@@ -54,7 +54,8 @@ def test_parts_of_ranks_add_up():
 def padded(scope: str, logits_SBE: torch.Tensor, mask_SB: torch.Tensor | None) -> torch.Tensor:
     """The balance loss of top-2 of a padded batch."""
     sequence, batch, experts = logits_SBE.shape
-    ids_TK, _, probs_TE = route(logits_SBE.reshape(-1, experts), 2, pre_softmax=True)
+    probs_TE = torch.softmax(logits_SBE.reshape(-1, experts), 1)
+    ids_TK = top_k(probs_TE, 2)
     if scope == "sequence":
         return sequence_balance_part(probs_TE.view(logits_SBE.shape), ids_TK.view(sequence, batch, 2), batch, mask_SB)
     mask_T = None if mask_SB is None else mask_SB.reshape(-1)
@@ -102,7 +103,7 @@ def test_a_mask_of_ones_is_no_mask_and_a_row_of_padding_is_finite(scope):
 def test_gradients_by_finite_differences():
     torch.manual_seed(3)
     logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    ids_TK, _, _ = route(logits.detach(), 2, pre_softmax=True)
+    ids_TK = top_k(logits.detach(), 2)
     share_E = shares(ids_TK, 4).double()
 
     def losses(logits_TE: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -122,3 +123,20 @@ def test_the_added_loss_changes_gradients_only():
     assert torch.equal(out, 3 * x)
     (0.5 * out.sum()).backward()  # the scale of the main loss does not scale the added one
     torch.testing.assert_close(x.grad, 0.5 * 3 + 4 * 2 * x.detach())
+
+
+def test_biases_move_towards_the_mean_by_the_rate():
+    """Loads 6 2 0 0 of mean 2; 1 1 2 of mean 4 / 3; all equal."""
+    change = bias_change(torch.tensor([[6, 2, 0, 0]]), 1e-3)
+    assert change.dtype == torch.float32 and change.tolist() == torch.tensor([[-1e-3, 0.0, 1e-3, 1e-3]]).tolist()
+    assert bias_change(torch.tensor([[1, 1, 2]]), 1.0).tolist() == [[1, 1, -1]]
+    assert not bias_change(torch.full((2, 7), 2**40), 1.0).any()
+    assert bias_change(torch.tensor([[2**40 + 1, 2**40]]), 1.0).tolist() == [[-1, 1]]  # floats would call them equal
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(1, 0.1), (10, 0.1), (15, 0.075), (20, 0.05), (21, 0.05), (10**6, 0.05)]
+)
+def test_the_weight_of_a_loss_moves_from_start_to_end(step, expected):
+    assert coefficient(0.1, 0.05, [10, 20], step) == pytest.approx(expected)
+    assert coefficient(0.1, None, [10, 20], step) == coefficient(0.1, 0.05, None, step) == 0.1

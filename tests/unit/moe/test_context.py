@@ -116,6 +116,59 @@ def test_recorded_losses_are_means_over_layers_of_the_oracles():
     assert not model.moe.report.any()
 
 
+def bias_config() -> Config:
+    """Biases only: no auxiliary loss."""
+    config = tiny_moe_config(moe__moe_layer_freq=1, moe__moe_aux_loss_coeff=0.0, moe__moe_z_loss_coeff=0.0)
+    config.moe.moe_router_enable_expert_bias, config.moe.moe_router_bias_update_rate = True, 0.25
+    return config
+
+
+@forked
+def test_biases_move_once_per_applied_step_by_the_counts_of_all_its_micro_batches():
+    model, inputs = routed_model(bias_config())
+    assert model.moe.bias(0).tolist() == [0.0] * 4
+    for _ in range(2):
+        model(*inputs)
+    assert not model.moe.bias_NE.any(), "moved before the step was over"
+    counts_NE = torch.tensor(model.moe.finish_step()["moe/tokens_per_expert"])
+    expected_NE = 0.25 * torch.sign(counts_NE.double().mean(1, keepdim=True) - counts_NE)
+    assert counts_NE.sum(1).tolist() == [2 * 2 * 8 * 16] * 2 and expected_NE.any()
+    assert model.moe.bias_NE.tolist() == expected_NE.tolist()
+
+    model(*inputs)
+    skipped_NE = torch.tensor(model.moe.finish_step(applied=False)["moe/tokens_per_expert"])
+    assert (skipped_NE != counts_NE / 2).any(), "the biases do not reach the choice"
+    assert model.moe.bias_NE.tolist() == expected_NE.tolist() and torch.equal(model.moe.previous_NE, counts_NE)
+    with torch.no_grad():
+        model.eval()(*inputs)
+    model.moe.finish_step()
+    assert model.moe.bias_NE.tolist() == expected_NE.tolist(), "evaluation moved them"
+
+
+@forked
+def test_biases_stay_fp32_when_the_model_is_cast():
+    model, inputs = routed_model(bias_config())
+    model.moe.bias_NE += 1.0 + 2.0**-20  # no bf16 number
+    before = model.moe.bias_NE.clone()
+    model.bfloat16()(*inputs)
+    assert model.moe.bias_NE.dtype == torch.float32 and torch.equal(model.moe.bias_NE, before)
+    assert not {"bias_NE"} & dict(model.named_buffers()).keys()  # nor would an optimizer or a cast find them
+
+
+@forked
+def test_the_weight_of_a_loss_follows_its_ramp():
+    norms = []
+    for steps in (0, 4, 9):
+        config = tiny_moe_config(moe__moe_aux_loss_coeff=0.1, moe__moe_z_loss_coeff=0.0)
+        config.moe.moe_loss_coeff_ramp, config.moe.moe_aux_loss_coeff_end = [1, 9], 0.3
+        model, inputs = routed_model(config)
+        model.moe.load({"previous_counts": [[9, 4, 2, 1]], "steps": steps})
+        (model(*inputs).sum() * 0).backward()
+        norms.append(model.blocks[0].inner.mlp.routed.router.grad.norm().item())
+    assert norms[1] / norms[0] == pytest.approx(2.0, rel=1e-4)  # step 5 of 1 .. 9
+    assert norms[2] / norms[0] == pytest.approx(3.0, rel=1e-4)
+
+
 @forked
 def test_state_is_json_and_comes_back():
     import json
@@ -127,5 +180,10 @@ def test_state_is_json_and_comes_back():
     config = tiny_moe_config()
     first, second = MoeContext(config, enter(Layout(1))), MoeContext(config, enter(Layout(1)))
     first.previous_NE.copy_(torch.tensor([[5, 0, 2**40, 1]]))
+    first.bias_NE.copy_(torch.tensor([[0.1, -1e-3 / 3, 2.0**-126, 0.0]]))
+    first.steps = 7
     second.load(json.loads(json.dumps(first.state())))
     assert torch.equal(first.previous_NE, second.previous_NE) and second.previous_NE.dtype == torch.int64
+    assert torch.equal(first.bias_NE, second.bias_NE) and second.bias_NE.dtype == torch.float32 and second.steps == 7
+    with pytest.raises(ValueError, match=r"bias of shape \[1, 3\], the model has \[1, 4\]"):
+        second.load({"bias": [[0.0] * 3]})

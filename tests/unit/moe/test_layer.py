@@ -9,68 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.config import Activation, AuxLossScope, Config, MoeBackend, TokenDropPolicy
-from tests.distributed.test_gradients import worst
+from recipes.config import Activation, AuxLossScope, Config, MoeBackend, ScoreFunction, TokenDropPolicy
 from tests.ranks import forked
-from tests.unit.moe import oracle
-from tests.unit.moe.layers import build, gradients, layer_config, pieces, random_weights
-
-BOUND = 1e-5
-
-
-def expected(config: Config, x_SBH: torch.Tensor, weights: oracle.Weights, training: bool) -> oracle.Routed:
-    moe = config.moe
-    factor = moe.moe_expert_capacity_factor if training else moe.moe_eval_capacity_factor
-    by_probability = moe.moe_token_drop_policy is TokenDropPolicy.probs
-    options = (moe.moe_router_topk, moe.moe_router_pre_softmax, factor, moe.moe_min_capacity, by_probability)
-    return oracle.moe_layer(x_SBH, weights, *options)
-
-
-def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> torch.Tensor:
-    """The weighted auxiliary losses of a step of one micro-batch."""
-    match config.moe.aux_loss_scope:
-        case AuxLossScope.sequence:
-            balance = oracle.sequence_balance(routed)
-        case AuxLossScope.micro_batch:
-            balance = oracle.balance(routed.probs_TE, routed.counts_E)
-        case AuxLossScope.global_batch:
-            balance = oracle.balance(routed.probs_TE, previous_E)
-    return config.moe.moe_aux_loss_coeff * balance + config.moe.moe_z_loss_coeff * oracle.z_loss(routed.logits_TE)
-
-
-def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, bound: float = BOUND) -> oracle.Routed:
-    """Output and gradients of one training step of a layer, and its output in evaluation, are the oracle's."""
-    weights = random_weights(config, seed)
-    layer = build(config, weights)
-    previous_E = previous_E or [1] * config.moe.num_moe_experts
-    layer.context.load({"previous_counts": [previous_E] * len(layer.context.layers)})
-    generator = torch.Generator().manual_seed(seed + 1)
-    shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden_size)
-    x_SBH, pull = (torch.randn(shape, generator=generator) for _ in range(2))
-
-    x_SBH.requires_grad_()
-    out, _ = layer(x_SBH)
-    (out * pull).sum().backward()
-    exact = {name: tensor.requires_grad_() for name, tensor in ({"x": x_SBH.detach().double()} | weights).items()}
-    routed = expected(config, exact["x"], exact, training=True)
-    ((routed.out_SBH * pull).sum() + auxiliary(config, routed, previous_E)).backward()
-    wanted = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in exact.items()}
-    found = gradients(layer, config) | {"x": x_SBH.grad}
-    error, name = worst(found | {"out": out.detach()}, wanted | {"out": routed.out_SBH.detach()})
-    assert error <= bound, f"{name} is off by {error:.1e}"
-    for expert, count in enumerate(routed.counts_E):
-        if count == 0:
-            assert not any(grad.any() for name, grad in found.items() if name.startswith(f"experts.{expert}."))
-
-    report = layer.context.report[0].tolist()
-    assert report[:-5] == routed.counts_E
-    assert report[-5] == len(routed.chosen) and report[-4] == sum(routed.counts_E) - len(routed.kept)
-    with torch.no_grad():
-        evaluated = layer.eval()(x_SBH)[0]
-        wanted_out = expected(config, exact["x"], exact, training=False).out_SBH
-    assert worst({"out": evaluated}, {"out": wanted_out})[0] <= bound
-    assert layer.context.report[0].tolist() == report  # evaluation is not counted
-    return routed
+from tests.unit.moe.comparing import compare
+from tests.unit.moe.layers import build, layer_config, pieces, random_weights
 
 
 @pytest.mark.parametrize("backend", MoeBackend)
@@ -85,6 +27,23 @@ def test_every_shape_scope_and_order_of_softmax(backend):
         config.moe.moe_router_topk, config.moe.moe_router_pre_softmax = topk, pre_softmax
         config.moe.moe_shared_expert_intermediate_size = shared
         compare(config, seed=number, previous_E=[7, 0, 2, 3])
+
+
+@forked
+def test_scores_groups_and_biases():
+    for number, (function, pre_softmax, norm, grouped, biased) in enumerate(
+        itertools.product(ScoreFunction, (True, False), (None, True, False), (True, False), (True, False))
+    ):
+        if not pre_softmax and (function is ScoreFunction.sigmoid or norm is False):
+            continue  # refused by the checks of the description
+        config = layer_config(moe__num_moe_experts=6, moe__moe_router_topk=2, moe__moe_router_pre_softmax=pre_softmax)
+        moe = config.moe
+        moe.moe_router_score_function, moe.moe_router_norm_topk_prob = function, norm
+        moe.moe_router_enable_expert_bias, moe.moe_router_topk_scaling_factor = biased, 1.5 if number % 2 else None
+        if grouped:
+            moe.moe_router_num_groups, moe.moe_router_group_topk = 3, 1 + number % 2
+        moe.aux_loss_scope = list(AuxLossScope)[number % 3]
+        compare(config, seed=number)
 
 
 @forked

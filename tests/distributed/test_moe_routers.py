@@ -1,0 +1,142 @@
+"""Every router and what balances it, over ranks: gradients, counts and biases of one process; repeatable and resumable."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+
+from recipes.config import AuxLossScope, Config, ScoreFunction
+from tests.distributed.test_gradients import check
+from tests.tiny import change, tiny_moe_config
+
+pytestmark = pytest.mark.distributed
+RATE = 0.01
+HERE = "tests.distributed.test_moe_routers"
+SIGMOID = {
+    "moe__moe_router_score_function": ScoreFunction.sigmoid,
+    "moe__moe_router_pre_softmax": True,
+    "moe__aux_loss_scope": AuxLossScope.sequence,
+}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "sigmoid": SIGMOID | {"moe__moe_router_topk_scaling_factor": 2.5},
+    "groups": SIGMOID | {"moe__moe_router_num_groups": 2, "moe__moe_router_group_topk": 1},
+    "biases": SIGMOID | {"moe__moe_router_enable_expert_bias": True, "moe__moe_router_bias_update_rate": RATE},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"parallel__expert_model_parallel_size": 2},
+    "tp2-sp": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
+    "tp2-etp2": {"parallel__tensor_model_parallel_size": 2, "parallel__expert_tensor_parallel_size": 2},
+}
+
+
+def config_of(router: str, layout: str, **changes: Any) -> Config:
+    """Two micro-batches per step."""
+    tensor = LAYOUTS[layout].get("parallel__tensor_model_parallel_size", 1)
+    changes = ROUTERS[router] | LAYOUTS[layout] | changes
+    return tiny_moe_config(train__micro_batch_size=4 if tensor == 2 else 2, zero__stage=1, **changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_over_two_ranks_are_those_of_one_process(run_ranks, layout):
+    cases = [{"config": config_of(router, layout)} for router in ROUTERS]
+    check(run_ranks("gradient_cases", 2, cases), bound=2e-5)
+
+
+def biases_after_steps(rank: int, world_size: int, configs: list[Config]) -> list[Any]:
+    """Biases after three steps of which the second is skipped."""
+    from recipes.engine import make_engine
+    from recipes.launcher import rank_environment
+    from recipes.model.gpt import GPT, registry
+    from recipes.topology import layout_of
+    from recipes.train.job import start_process
+    from tests.distributed.workers import data_place, step_indices, tiny_tokens
+    from tests.tiny import tiny_config
+
+    start_process(tiny_config(), rank_environment(os.environ))
+    results = []
+    for config in configs:
+        layout = layout_of(config, world_size)
+        model = GPT(config, layout)
+        engine = make_engine(model, registry(model, config), config)
+        for step in range(3):
+            tokens = tiny_tokens(config, step)
+            rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+            batches = [{"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()} for row in rows]
+            engine.accumulate(batches, tokens[:, 1:].numel())
+            engine.gradient_norm()
+            engine.skip() if step == 1 else engine.step(0.1)
+            model.moe.finish_step(step != 1)
+        results.append(model.moe.state())
+        engine.close()
+    return results
+
+
+def test_biases_depend_on_no_layout(run_ranks):
+    layouts = {**LAYOUTS, "pp2": {"parallel__pipeline_model_parallel_size": 2}, "dp2": {}}
+    configs = []
+    for layout in layouts.values():
+        config = tiny_moe_config(train__micro_batch_size=4, model__num_layers=3, **ROUTERS["biases"], **layout)
+        config.train.micro_batch_size //= 2 // config.parallel.tensor_model_parallel_size
+        config.train.micro_batch_size *= config.parallel.pipeline_model_parallel_size
+        configs.append(config)
+    alone = tiny_moe_config(train__micro_batch_size=4, model__num_layers=3, **ROUTERS["biases"])
+    (expected,) = run_ranks(f"{HERE}:biases_after_steps", 1, [alone])[0]
+    largest = max(abs(bias) for row in expected["bias"] for bias in row)
+    assert 0 < largest <= 2.001 * RATE and expected["steps"] == 3  # twice the rate at most: one step was skipped
+    for rank, states in enumerate(run_ranks(f"{HERE}:biases_after_steps", 2, configs)):
+        for layout, state in zip(layouts, states, strict=True):
+            assert state == expected, (rank, layout)
+
+
+def test_planted_a_bias_that_moves_by_the_counts_of_a_rank_is_seen(run_ranks):
+    config = config_of("biases", "ep2")
+    honest = run_ranks(f"{HERE}:biases_after_steps", 2, [config])
+    broken = run_ranks(f"{HERE}:biased_by_own_counts", 2, [config])
+    assert honest[0] == honest[1] and broken[0] != broken[1]
+
+
+def biased_by_own_counts(rank: int, world_size: int, configs: list[Config]) -> list[Any]:
+    """The planted fault."""
+    from recipes.moe.context import MoeContext
+
+    learn = MoeContext._learn_from
+    own = lambda self, counts_NE: learn(self, self.own_NE)  # noqa: E731
+    finish = MoeContext.finish_step
+
+    def remember(self: MoeContext, applied: bool = True) -> dict[str, Any]:
+        self.own_NE = self.report[:, : self.previous_NE.shape[1]].round().long()  # type: ignore[attr-defined]
+        return finish(self, applied)
+
+    MoeContext._learn_from, MoeContext.finish_step = own, remember  # type: ignore[method-assign]
+    return biases_after_steps(rank, world_size, configs)
+
+
+def test_biases_resume_bit_for_bit_and_reach_evaluation(run_ranks, tiny_data, tmp_path):
+    from tests.distributed.test_moe_resume import different, interrupt, moe_training_config, router_state
+
+    config = moe_training_config(tiny_data, tmp_path / "straight")
+    change(config, ROUTERS["biases"])
+    config.schedule.lr_decay_steps = 10
+    run_ranks("run_job", 2, config)
+    resumed = interrupt(run_ranks, config, tmp_path / "resumed")
+    assert not different(tmp_path / "straight", resumed)
+    state = router_state(tmp_path / "straight", 10)
+    assert state == router_state(resumed, 10) and state["steps"] == 10 and any(state["bias"][0])
+    opened = run_ranks(f"{HERE}:opened_biases", 1, config.run.dir)[0]
+    assert opened == state["bias"]
+
+
+def opened_biases(rank: int, world_size: int, folder: str) -> Any:
+    """Biases of a stored model, opened in one process."""
+    from pathlib import Path
+
+    from recipes.checkpoint.model import open_model
+    from recipes.launcher import Ranks
+
+    for name in Ranks().environment():
+        os.environ.pop(name, None)
+    model, *_ = open_model(Path(folder))
+    return copy.deepcopy(model.moe.bias_NE.tolist())
