@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup quickstart scaling test test-py312 check bench clean
+.PHONY: setup quickstart scaling test test-py312 conformance check bench clean
 
 setup: data/small/dataset.json  ## .venv with everything, and the committed texts indexed
 
@@ -22,6 +22,16 @@ test-py312:
 	@python=$$(.ci/find-python312) && $(MAKE) --no-print-directory PYTHON=$$python VENV=.venv-py312 _smoke
 _smoke: $(READY)
 	$(BIN)/python -m pytest tests/distributed tests/patches
+
+# Every recipe at 2 and 4 ranks; about half an hour. Goes on after one that is off, and then fails.
+CONFORMANCE := dense dense_untied switch_8e top2_8e fine_grained_32e_top4_shared
+conformance: $(READY)  ## layouts of every kind against one process: tables, report/conformance_*.json
+	@failed=0; for recipe in $(CONFORMANCE); do for ranks in 2 4; do \
+	  untied=; case $$recipe in *_untied) untied=model.share_embeddings_and_output_weights=false;; esac; \
+	  echo "$$recipe on $$ranks ranks"; \
+	  $(BIN)/python -m tools.conformance experiment=$${recipe%_untied} $$untied --world-size $$ranks \
+	    --json report/conformance_$${recipe}_$$ranks.json || failed=1; \
+	done; done; exit $$failed
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

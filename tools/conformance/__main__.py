@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 when a layout is not equal to one process; 2 on bad input."""
     arguments = _parser().parse_intermixed_args(argv)
     from tools.arms import stoppable
+    from tools.conformance.pool import JobFailed
 
     try:
         with stoppable():
@@ -183,6 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except JobFailed as failure:
+        print(f"error: the reference: {failure}", file=sys.stderr)
+        return 1
     return 0 if all(row.ok for row in rows) else 1
 
 

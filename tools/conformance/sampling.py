@@ -32,6 +32,7 @@ class Case:
         """What a sample pairs with each other."""
         layout = self.layout
         found: dict[str, object] = {
+            "pp": layout.pipeline_parallel_size,
             "tp": layout.tensor_parallel_size,
             "sp": layout.sequence_parallel,
             "zero": layout.zero_stage,
@@ -44,7 +45,8 @@ class Case:
 
     def __str__(self) -> str:
         layout = self.layout
-        words = [f"tp{layout.tensor_parallel_size}"]
+        words = [f"pp{layout.pipeline_parallel_size}"] if layout.pipeline_parallel_size > 1 else []
+        words += [f"tp{layout.tensor_parallel_size}"]
         words += ["sp"] if layout.sequence_parallel else []
         if self.backend is not None:
             words += [f"ep{layout.expert_parallel_size}", f"etp{layout.expert_tensor_parallel_size}"]

@@ -112,7 +112,7 @@ class TestSampling:
         case = sampling.Case(Layout(4, 2, expert_parallel_size=2, sequence_parallel=True), 2, MoeBackend.grouped)
         assert str(case) == "tp2 sp ep2 etp1 dp2"
         assert dict(case.options) == {
-            "tp": 2, "sp": True, "zero": 1, "accumulation": 2, "ep": 2, "etp": 1, "backend": "grouped",
+            "pp": 1, "tp": 2, "sp": True, "zero": 1, "accumulation": 2, "ep": 2, "etp": 1, "backend": "grouped",
         }  # fmt: skip
         assert str(dataclasses.replace(case, backend=None)) == "tp2 sp dp2"
         assert not {"ep", "etp", "backend"} & dict(dataclasses.replace(case, backend=None).options).keys()
