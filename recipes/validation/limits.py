@@ -67,10 +67,6 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "checkpoint.keep": (1, None),
     "checkpoint.load_step": (1, None),
     "telemetry.log_interval": (1, None),
-}
-# Half-open ranges (low, high): value > low and, in the second table, low <= value < high.
-ABOVE_ZERO = (
-    "model.layernorm_epsilon",
     "btm.num_branches": (2, 4096),
     "btm.seed_share": (0, 1),
     "btm.mix_share": (0, 1),
@@ -88,6 +84,10 @@ ABOVE_ZERO = (
     "btm.mix_topk": (1, 4096),
     "btm.mix_aux_loss_coeff": (0, None),
     "btm.mix_router_lr_scale": (0, None),
+}
+# Half-open ranges (low, high): value > low and, in the second table, low <= value < high.
+ABOVE_ZERO = (
+    "model.layernorm_epsilon",
     "model.rotary_base",
     "model.rotary_percent",
     "moe.moe_router_topk_scaling_factor",
@@ -96,15 +96,15 @@ ABOVE_ZERO = (
     "moe.moe_eval_capacity_factor",
     "optimizer.lr",
     "optimizer.adam_eps",
+    "btm.seed_share",
+    "btm.prior_decay",
+    "btm.cluster_temperature",
 )
 BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2")
 
 # What this library decides of DeepSpeed's configuration, and the key (or the reason) that decides it.
 OWNED_KEYS = {
     "train_batch_size": "use train.global_batch_size",
-    "btm.seed_share",
-    "btm.prior_decay",
-    "btm.cluster_temperature",
     "train_micro_batch_size_per_gpu": "use train.micro_batch_size",
     "gradient_accumulation_steps": "it follows from train.global_batch_size and train.micro_batch_size",
     "gradient_clipping": "use optimizer.clip_grad",
@@ -163,9 +163,8 @@ def check_ranges(config: Config) -> Problems:
         if legal:
             default = "" if entry.default is None else f"; the default is {entry.example}"
             yield f"{key}={schema.show(value)} {legal} ({entry.note}){default}"
-    if config.zero.stage not in (0, 1, 2):
-        zero3 = "ZeRO-3 divides the weights themselves, which is not offered (and DeepSpeed refuses it for experts)"
-        yield f"zero.stage={config.zero.stage}: {zero3 if config.zero.stage == 3 else 'unknown'}; use 0, 1 or 2"
+    if config.zero.stage not in (0, 1, 2, 3):
+        yield f"zero.stage={config.zero.stage}: unknown; use 0, 1, 2 or 3"
     if config.model.rotary_percent > 1:
         yield f"model.rotary_percent={config.model.rotary_percent} must be above 0 and at most 1, a share of each head"
 
