@@ -82,6 +82,9 @@ class Engine:
                 self.wrapper, "overflow", self._skipping
             )
             return
+        if isinstance(self.wrapper, BF16_Optimizer):  # its own norm has a sum per optimizer group, which stages have not alike
+            self.wrapper.mpu, self.wrapper.has_moe_layers = None, False
+            self.wrapper.get_grads_for_norm = lambda for_clipping=False: ([self._norm], {})
         update = self.wrapper.step
 
         def gated_step(closure=None):
