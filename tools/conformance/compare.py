@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,16 +46,16 @@ class Box(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Experts chosen in one layer: ids [positions, samples, K], sorted along K, of consecutive positions."""
+    """Experts chosen in one layer: bool [positions, samples, E], of consecutive positions."""
 
     layer: int
     first_position: int
     samples: np.ndarray
-    ids_SBK: np.ndarray
+    chosen_SBE: np.ndarray
 
 
 class Measured(NamedTuple):
-    """Of one rank: losses and gradient norm of the first step, its parts of all tensors, its routing of the first step."""
+    """Of one rank: losses, gradient norm and routing of the first step, its parts of all tensors, its experts' state at last."""
 
     lm_loss: float
     aux: Mapping[str, float]
@@ -64,6 +64,7 @@ class Measured(NamedTuple):
     gradients: list[Box]
     updated: Mapping[OptimizerName, list[Box]]
     routes: list[Routed]
+    experts: Mapping[str, Any]
 
 
 @dataclass
@@ -75,12 +76,13 @@ class Reference:
     norm: float
     start: Tensors
     gradients: Tensors
-    routes: Mapping[int, np.ndarray]  # layer -> ids [sample, position, K], sorted
+    routes: Mapping[int, np.ndarray]  # layer -> bool [sample, position, expert]
     clip_grad: float
     adam_eps: float
     lr: Mapping[OptimizerName, float]
     updates: dict[OptimizerName, Tensors] = field(default_factory=dict)  # final weights - start
-    margin: float = math.inf  # smallest difference between the last chosen router logit and the next
+    experts: Mapping[str, Any] = field(default_factory=dict)  # counts and biases after the SGD steps
+    decided: bool = True  # whether routing withstands rounding
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def compare(ranks: Sequence[Measured], expected: Reference) -> Errors:
     found["norm_err"] = Worst(norm, explain_norm(furthest, expected.gradients))
     found["replica_err"] = max(replica_error(boxes) for boxes in copies)
     aux = [relative((rank.aux[key] for rank in ranks), value) for key, value in expected.aux.items()]
+    aux += [math.inf for rank in ranks if rank.experts != expected.experts]
     return Errors(
         loss_err=relative((rank.lm_loss for rank in ranks), expected.lm_loss),
         aux_err=max(aux, default=0.0),
@@ -228,13 +231,13 @@ def explain_norm(norm: float, gradients: Tensors) -> str:
 
 
 def route_flips(found: Iterable[Routed], expected: Mapping[int, np.ndarray]) -> int:
-    """Tokens whose set of experts is not that of `expected` (layer -> ids [sample, position, K]), or that nobody routed."""
-    same = {layer: np.zeros(ids.shape[:2], dtype=bool) for layer, ids in expected.items()}
-    other = {layer: np.zeros(ids.shape[:2], dtype=bool) for layer, ids in expected.items()}
+    """Tokens that went to other experts than in `expected` (layer -> bool [sample, position, expert]), or nowhere."""
+    right = {layer: np.zeros(chosen.shape[:2], dtype=bool) for layer, chosen in expected.items()}
+    wrong = {layer: np.zeros(chosen.shape[:2], dtype=bool) for layer, chosen in expected.items()}
     for part in found:
-        positions = np.arange(part.first_position, part.first_position + part.ids_SBK.shape[0])
+        positions = np.arange(part.first_position, part.first_position + len(part.chosen_SBE))
         where = np.ix_(part.samples, positions)
-        equal_BS = (expected[part.layer][where] == part.ids_SBK.transpose(1, 0, 2)).all(axis=2)
-        same[part.layer][where] |= equal_BS
-        other[part.layer][where] |= ~equal_BS
-    return sum(int((other[layer] | ~same[layer]).sum()) for layer in expected)
+        same_BS = (expected[part.layer][where] == part.chosen_SBE.transpose(1, 0, 2)).all(axis=2)
+        right[part.layer][where] |= same_BS
+        wrong[part.layer][where] |= ~same_BS
+    return sum(int((wrong[layer] | ~right[layer]).sum()) for layer in expected)

@@ -64,7 +64,7 @@ def shrink(config: Config, world_size: int) -> Config:
 def _shrink_model(model: ModelConfig, config: Config, world_size: int) -> None:
     queries = model.num_attention_heads // num_kv_heads(model)
     groups = similar(num_kv_heads(config.model), GROUPS, world_size)
-    model.num_layers = _layers(config)
+    model.num_layers = max(_layers(config), min(model.num_layers, world_size))  # a layer for each of as many stages
     model.hidden_size = similar(model.hidden_size, HIDDEN, world_size)
     model.ffn_hidden_size = similar(ffn_width(config.model), FFN, world_size)
     model.num_attention_heads, model.num_query_groups = queries * groups, groups
@@ -89,7 +89,7 @@ def _layers(config: Config) -> int:
 def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
     if moe.num_moe_experts is None:
         return
-    moe.num_moe_experts = similar(moe.num_moe_experts, max(EXPERTS, 2 * moe.moe_router_topk), world_size)
+    moe.num_moe_experts = _experts(moe, world_size)
     moe.moe_ffn_hidden_size = similar(expert_width(config), EXPERT, world_size)
     if moe.moe_shared_expert_intermediate_size is not None:
         shared = similar(moe.moe_shared_expert_intermediate_size, SHARED, world_size)
@@ -100,6 +100,21 @@ def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
         moe.moe_aux_loss_coeff = max(moe.moe_aux_loss_coeff, AUX_LOSS)
     if moe.moe_z_loss_coeff:
         moe.moe_z_loss_coeff = max(moe.moe_z_loss_coeff, Z_LOSS)
+    if moe.moe_loss_coeff_ramp is not None:
+        moe.moe_loss_coeff_ramp = [0, 4]  # the steps that are compared are on the way
+
+
+def _experts(moe: MoeConfig, world_size: int) -> int:
+    """Twice as many as a token chooses, also within the groups that it may choose from; groups stay equal parts."""
+    assert moe.num_moe_experts is not None
+    groups, open_groups = moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1
+    per_group = moe.num_moe_experts // groups
+    least = max(math.ceil(EXPERTS / groups), math.ceil(2 * moe.moe_router_topk / open_groups))
+    return groups * next(
+        n
+        for n in range(min(per_group, least), per_group + 1)
+        if math.gcd(groups * n, world_size) == math.gcd(moe.num_moe_experts, world_size)
+    )
 
 
 def similar(value: int, least: int, world_size: int) -> int:

@@ -31,8 +31,11 @@ from tools.conformance.compare import Box, Measured, Reference, Routed, rms
 
 STEPS = 3
 EOD = 0  # id that ends a document
-UPDATE = 0.01  # RMS of an unclipped SGD update: larger ones amplify rounding from step to step, smaller ones drown in it
+# RMS of an unclipped SGD update: larger ones amplify rounding from step to step, smaller ones drown in it.
+UPDATE = 0.01
 ADAMW_LR = 0.01
+# Rounding differs between layouts by about 1e-6; if ten times as much sends a token elsewhere, a layout may do so too.
+NUDGE = 1e-5
 AUX = ("load_balancing_loss", "z_loss")
 
 
@@ -48,33 +51,36 @@ def micro_batches(config: Config, step: int, accumulation: int, index: int, size
 
 
 class Recorder:
-    """Stands in for `MoeContext.auxiliary` of a model and keeps what the router chose."""
+    """Stands in for `MoeContext.auxiliary` of a model and keeps what was routed where in its first `steps` steps."""
 
-    def __init__(self, model: GPT, rows: np.ndarray, part: int = 0):
+    def __init__(self, model: GPT, rows: np.ndarray, part: int = 0, steps: int = 1):
         """`rows` [micro steps, B]: samples of each; `part`: which share of the positions this rank sees, if not all."""
-        self.rows, self.part, self.found, self.margin = rows, part, list[Routed](), np.inf
+        self.rows, self.part, self.steps, self.found = rows, part, steps, list[Routed]()
         self.calls: dict[int, int] = {}
         self.context = model.moe
         if self.context is not None:
             self.auxiliary: Callable = self.context.auxiliary
             self.context.auxiliary = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, out, layer: int, logits_TE, probs_TE, ids_TK, dropped, shape: tuple[int, int]) -> torch.Tensor:
+    def __call__(self, out: torch.Tensor, layer: int, *seen: Any) -> torch.Tensor:
         assert self.context is not None
-        if self.context.recording:
-            self._record(layer, logits_TE.detach(), ids_TK.detach(), shape)
-        return self.auxiliary(out, layer, logits_TE, probs_TE, ids_TK, dropped, shape)
-
-    def _record(self, layer: int, logits_TE: torch.Tensor, ids_TK: torch.Tensor, shape: tuple[int, int]) -> None:
-        topk = ids_TK.shape[1]
-        if topk < logits_TE.shape[1]:
-            top = logits_TE.topk(topk + 1, dim=1).values
-            self.margin = min(self.margin, float((top[:, -2] - top[:, -1]).min()))
         micro = self.calls.get(layer, 0)
-        self.calls[layer] = micro + 1
-        if micro < len(self.rows):  # the first step
-            ids_SBK = ids_TK.sort(dim=1).values.view(*shape, topk)
-            self.found.append(Routed(layer, self.part * shape[0], self.rows[micro], ids_SBK.numpy()))
+        if self.context.recording and micro < self.steps * len(self.rows):
+            self.calls[layer] = micro + 1
+            chosen_SBE = _chosen(*seen)
+            samples = self.rows[micro % len(self.rows)]
+            self.found.append(Routed(layer, self.part * len(chosen_SBE), samples, chosen_SBE))
+        return self.auxiliary(out, layer, *seen)
+
+
+def _chosen(*seen: Any) -> np.ndarray:
+    """Whether each token goes to each expert."""
+    if len(seen) == 2:
+        chosen_TE = seen[0].chosen_TE.detach()
+    else:
+        logits_TE, _, ids_TK = seen[:3]
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, ids_TK, True)
+    return chosen_TE.view(*seen[-1], -1).numpy()
 
 
 def measure(configs: dict[OptimizerName, Config]) -> Measured:
@@ -91,16 +97,17 @@ def measure(configs: dict[OptimizerName, Config]) -> Measured:
     collectives.stop()
     gc.collect()
     aux = {key: trial.aux[key] for key in AUX if key in trial.aux}
-    result, recorder = trial.first, trial.recorder
-    return Measured(result.lm_loss, aux, result.grad_norm, trial.start, trial.gradients, updated, recorder.found)
+    loss, norm, routes = trial.first.lm_loss, trial.first.grad_norm, trial.recorder.found
+    return Measured(loss, aux, norm, trial.start, trial.gradients, updated, routes, trial.experts)
 
 
 def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
-    """The model and its registry. Experts were not equally busy in the step before the first, which one scope looks back to."""
+    """The model and its registry, its experts as if in training: not equally busy in the step before, with unlike biases."""
     model = GPT(config, layout)
     if model.moe is not None:
-        counts_NE = np.random.default_rng(config.run.seed).integers(1, 20, model.moe.previous_NE.shape)
-        model.moe.load({"previous_counts": counts_NE.tolist()})
+        random, shape = np.random.default_rng(config.run.seed), model.moe.previous_NE.shape
+        counts_NE, bias_NE = random.integers(1, 20, shape), random.uniform(-0.05, 0.05, shape)
+        model.moe.load({"previous_counts": counts_NE.tolist(), "bias": bias_NE.tolist()})
     return model, registry(model, config)
 
 
@@ -124,6 +131,7 @@ class _Trial(SpikeGuard):
             aux = {} if model.moe is None else model.moe.finish_step()
             self.aux = self.aux or aux
         self.first = results[0]
+        self.experts = {} if model.moe is None else model.moe.state()
         # The master of a weight is one more copy of it: in fp32 they are the same.
         self.updated = _held(entries) + boxes(self.engine.master_weights())
         self.engine.close()
@@ -166,28 +174,48 @@ def reference(config: Config, accumulation: int) -> Reference:
         lr={OptimizerName.sgd: UPDATE / scale, OptimizerName.adamw: ADAMW_LR},
     )
     for name in OptimizerName:
-        plain = _Plain(config, accumulation)
-        optimizer = plain.optimizer(name, found)
-        for step in range(STEPS):
-            plain.gradient(step)
-            if found.clip_grad:
-                torch.nn.utils.clip_grad_norm_(plain.model.parameters(), found.clip_grad)
-            optimizer.step()
+        plain = _train(config, accumulation, name, found)
         now = plain.tensors(lambda parameter: parameter)
         found.updates[name] = {key: now[key].astype(np.float64) - found.start[key] for key in now}
-        found.margin = min(found.margin, plain.recorder.margin)
+        if name is OptimizerName.sgd:
+            found.experts = {} if plain.model.moe is None else plain.model.moe.state()
+        for sign in (1, -1) if found.routes else ():
+            other = _train(config, accumulation, name, found, nudge=sign * NUDGE)
+            found.decided &= _same_routes(plain.recorder, other.recorder)
     groups.leave()
     collectives.stop()
     return found
 
 
-class _Plain:
-    """The model on one process with plain autograd."""
+def _train(config: Config, accumulation: int, name: OptimizerName, found: Reference, nudge: float = 0.0) -> _Plain:
+    """The steps of an optimizer, clipped as the reference says; `nudge`: see _Plain."""
+    plain = _Plain(config, accumulation, nudge)
+    optimizer = plain.optimizer(name, found)
+    for step in range(STEPS):
+        plain.gradient(step)
+        if found.clip_grad:
+            torch.nn.utils.clip_grad_norm_(plain.model.parameters(), found.clip_grad)
+        optimizer.step()
+    return plain
 
-    def __init__(self, config: Config, accumulation: int):
+
+def _same_routes(one: Recorder, other: Recorder) -> bool:
+    pairs = zip(one.found, other.found, strict=True)
+    return all(np.array_equal(mine.chosen_SBE, theirs.chosen_SBE) for mine, theirs in pairs)
+
+
+class _Plain:
+    """The model on one process with plain autograd, its weights changed at random by `nudge` of their size."""
+
+    def __init__(self, config: Config, accumulation: int, nudge: float = 0.0):
         self.config, self.accumulation = config, accumulation
         self.model, self.entries = build(config, Layout(1))
-        self.recorder = Recorder(self.model, step_indices(0, config.train.micro_batch_size, accumulation))
+        generator = torch.Generator().manual_seed(config.run.seed)
+        for entry in self.entries:
+            noise = torch.randn(entry.parameter.shape, generator=generator)
+            entry.parameter.data *= 1 + nudge * noise
+        rows = step_indices(0, config.train.micro_batch_size, accumulation)
+        self.recorder = Recorder(self.model, rows, steps=STEPS)
 
     def gradient(self, step: int) -> tuple[float, dict[str, Any]]:
         """Fresh gradients of a step; returns loss and metrics of the experts."""
@@ -231,9 +259,9 @@ def _is_router(entry: LocalParameter) -> bool:
 
 
 def _whole_routes(recorder: Recorder, config: Config) -> dict[int, np.ndarray]:
-    """Layer -> ids [sample, position, K] of the first step."""
+    """Layer -> whether chosen [sample, position, E] in the first step."""
     found: dict[int, np.ndarray] = {}
     for part in recorder.found:
-        shape = (config.train.global_batch_size, config.model.seq_length, part.ids_SBK.shape[2])
-        found.setdefault(part.layer, np.zeros(shape, dtype=np.int64))[part.samples] = part.ids_SBK.transpose(1, 0, 2)
+        shape = (config.train.global_batch_size, config.model.seq_length, part.chosen_SBE.shape[2])
+        found.setdefault(part.layer, np.zeros(shape, dtype=bool))[part.samples] = part.chosen_SBE.transpose(1, 0, 2)
     return found

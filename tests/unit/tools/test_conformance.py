@@ -205,7 +205,7 @@ class TestErrors:
         parts = [seen([0, 2], 0, 3), seen([0, 2], 3, 6), seen([1, 3], 0, 6), seen([1, 3], 0, 6)]
         assert compare.route_flips(parts, expected) == 0
         assert compare.route_flips(parts[1:], expected) == 6
-        parts[3].ids_SBK[4, 1] = (expected[1][3, 4] + 1) % 8  # one of two that saw it
+        parts[3].chosen_SBE[4, 1, 0] ^= True  # one of two that saw it
         assert compare.route_flips(parts, expected) == 1
 
 
@@ -246,6 +246,7 @@ class TestCompare:
         [
             ("loss_err", {"lm_loss": 3.00001}),
             ("aux_err", {"aux": {"z_loss": 2.00001}}),
+            ("aux_err", {"experts": {"steps": 3}}),
             ("norm_err", {"norm": 1.0}),
         ],
     )
