@@ -232,7 +232,8 @@ class MoeConfig:
     moe_router_group_topk: int | None = None  # groups in which a token's experts may be; null: no groups
     moe_router_enable_expert_bias: bool = False  # balance by biases that count in the choice only
     moe_router_bias_update_rate: float = 1e-3  # by which each step moves the biases
-    moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of all others'
+    moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of the dense weights'
+    moe_expert_lr_scale: float | None = 1.0  # that of experts; null: sqrt(topk / experts)
     moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss
     aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
     moe_z_loss_coeff: float = 0.0  # weight of each layer's router z-loss

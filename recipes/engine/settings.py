@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
 
-from recipes.config import Config, OptimizerName, Precision
+from recipes.config import Config, MoeConfig, OptimizerName, Precision
 from recipes.logical import LocalParameter
 from recipes.topology import Layout
 
@@ -55,6 +56,14 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _expert_scale(moe: MoeConfig) -> float:
+    """By default of the recipes the square root of an expert's share of the batch (Malladi et al. 2022, arXiv 2205.10287)."""
+    if moe.moe_expert_lr_scale is not None:
+        return moe.moe_expert_lr_scale
+    assert moe.num_moe_experts is not None
+    return math.sqrt(moe.moe_router_topk / moe.num_moe_experts)
+
+
 def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Layout) -> torch.optim.Optimizer:
     """AdamW or SGD.
 
@@ -75,7 +84,7 @@ def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Lay
             assert decay
         weight_decay = settings.weight_decay if decay else 0.0
         group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
-        group["lr_scale"] = config.moe.moe_router_lr_scale if router else 1.0
+        group["lr_scale"] = config.moe.moe_router_lr_scale if router else _expert_scale(config.moe) if experts else 1.0
         whole = not experts and not entry.sharded
         group["copies"] = (layout.tensor_parallel_size if whole else 1) * (2 if entry.tied else 1)
         group["params"].append(entry.parameter)

@@ -41,6 +41,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "moe.moe_shared_expert_intermediate_size": (1, 10**7),
     "moe.moe_router_topk": (1, 10**5),
     "moe.moe_router_lr_scale": (0, None),
+    "moe.moe_expert_lr_scale": (0, None),
     "moe.moe_router_num_groups": (1, 10**5),
     "moe.moe_router_group_topk": (1, 10**5),
     "moe.moe_aux_loss_coeff": (0, None),
