@@ -106,9 +106,9 @@ def arguments(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """Text is quoted whenever the grammar of overrides could read it otherwise."""
+    """Text is quoted, lest the grammar of overrides reads it otherwise; names of domains are plain by themselves."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_quoted(key)}:{_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_written, value)) + "]"
     return _quoted(value) if isinstance(value, str) else schema.show(value)
@@ -259,6 +259,14 @@ def complete(arm: Arm, config: Config, folder: Path, *, check: bool = True, dry_
     if check and (found := problems(described, ranks, launch_dir=Path.cwd(), dry_run=dry_run)):
         raise ValueError("\n  - ".join([f"{arm.name}:", *found]))
     return prepare(described, ranks, launch_dir=Path.cwd())
+
+
+def without_own_data(arm: Arm) -> Arm:
+    """The arm on the run's own data: what can be checked and counted before its part of the data is made."""
+    if "data.path" not in arm.settings:
+        return arm
+    settings = {key: value for key, value in arm.settings.items() if not key.startswith("data.")}
+    return dataclasses.replace(arm, settings=settings)
 
 
 def material(described: Config) -> dict[str, Any]:

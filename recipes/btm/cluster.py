@@ -10,17 +10,16 @@ P pieces, F features after the SVD, K clusters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipes.btm.split import write_dataset
+from recipes.btm.split import pieces, write_dataset
 from recipes.config import BtmConfig
 from recipes.data.dataset import DatasetInfo
-from recipes.data.indexed import IndexedSource
 from recipes.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -167,12 +166,6 @@ def fit(texts: Sequence[str], clusters: int, features: int, seed: int) -> Cluste
     points_PF = normalize(svd.fit_transform(counts))
     centres_KF = balanced_kmeans(points_PF, clusters, seed)
     return Clusters(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_, centres_KF)
-
-
-def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
-    """The documents of a source, those longer than `longest` ids cut into equal pieces up to that."""
-    for begin, end in zip(source.offsets[:-1].tolist(), source.offsets[1:].tolist(), strict=True):
-        yield from np.array_split(source.ids[begin:end], -(-(end - begin) // longest))
 
 
 def write_clusters(

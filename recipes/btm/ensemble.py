@@ -67,14 +67,13 @@ def mixture(log_probs_EX: torch.Tensor, log_weights_EX: torch.Tensor) -> torch.T
     return safe_X + (total_X / weights_EX.expand_as(heard_EX).sum(dim=0)).log()
 
 
-def cached_prior(log_probs_EBS: torch.Tensor, form: PosteriorForm, decay: float) -> torch.Tensor:
+def cached_prior(log_probs_EBS: torch.Tensor, decay: float) -> torch.Tensor:
     """p(D = j) of the text that the B sequences are samples of: the moving average of the posteriors at their ends. [E].
 
-    It begins uniform, and each sequence's posterior, under a uniform prior, enters with weight `decay`.
+    It begins uniform, and each sequence's posterior, of all of its tokens under a uniform prior, enters with weight `decay`.
     """
     experts = len(log_probs_EBS)
-    log_probs_EBS = log_probs_EBS.double()
-    whole_EB = log_probs_EBS.sum(dim=-1) if form is PosteriorForm.cumulative else log_probs_EBS[..., -1]
+    whole_EB = log_probs_EBS.double().sum(dim=-1)
     prior_E = torch.full((experts,), 1 / experts, dtype=torch.float64, device=log_probs_EBS.device)
     for posterior_E in whole_EB.softmax(dim=0).unbind(dim=1):
         prior_E = (1 - decay) * prior_E + decay * posterior_E

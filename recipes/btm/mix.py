@@ -7,7 +7,6 @@ averaged, routers are new.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,24 +17,12 @@ from torch import nn
 from recipes.btm.average import Average, Tensors, uniform
 from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.manifest import Dims
-from recipes.config import BtmConfig, Config, MoeConfig, to_plain
+from recipes.config import Config, to_plain
 from recipes.logical import initial_value, logical_tensors
 from recipes.model.gpt import GPT, registry
 
 _EXPERT = re.compile(r"(?P<layer>layers\.\d+)\.moe\.experts\.(?P<expert>\d+)\.(?P<matrix>.+)")
 _MOMENTS = ("exp_avg/", "exp_avg_sq/")
-
-
-def mix_moe(btm: BtmConfig, experts: int) -> MoeConfig:
-    """The group `moe` of the mix: an expert per branch in every layer, gates from a softmax over the chosen (sec. 2.2)."""
-    top_k = min(btm.mix_topk, experts)
-    return MoeConfig(
-        num_moe_experts=experts,
-        moe_router_topk=top_k,
-        moe_router_pre_softmax=top_k == 1,  # over one chosen expert the softmax would be 1
-        moe_aux_loss_coeff=btm.mix_aux_loss_coeff,
-        moe_router_lr_scale=btm.mix_router_lr_scale,
-    )
 
 
 class Mix:
@@ -130,10 +117,3 @@ def fit_routers(model: GPT, batches: Sequence[torch.Tensor], labels: Sequence[to
 
 def _mlp(block: nn.Module) -> nn.Module:
     return block.inner.mlp  # type: ignore[union-attr, return-value]
-
-
-def as_mix(config: Config, experts: int) -> Config:
-    """The complete description with the experts of a mix in place of the dense feed-forward parts."""
-    moe = dataclasses.replace(mix_moe(config.btm, experts), moe_ffn_hidden_size=config.model.ffn_hidden_size)
-    parallel = dataclasses.replace(config.parallel, expert_tensor_parallel_size=1)
-    return dataclasses.replace(config, moe=moe, parallel=parallel)

@@ -90,22 +90,23 @@ def write_random_parts(info: DatasetInfo, domains: Sequence[str], parts: int, se
     def documents() -> Iterator[tuple[str, Iterable[np.ndarray]]]:
         for number, domain in enumerate(domains):
             source = info.open(domain, "train")
-            lengths = np.diff(source.offsets)
-            if len(lengths) < parts:
-                few = f"{len(lengths)} documents of training text, fewer than the {parts} parts"
+            if len(source.offsets) - 1 < parts:
+                few = f"{len(source.offsets) - 1} documents of training text, fewer than the {parts} parts"
                 raise ValueError(f"domain {domain} has {few}; use fewer branches, or leave the domain out")
-            dealt = deal(lengths, parts, seed + number)
+            # A document that is a large share of a part would make the parts uneven.
+            cut = list(pieces(source, max(1, len(source) // (16 * parts))))
+            dealt = deal(np.array([len(piece) for piece in cut]), parts, seed + number)
             for part in range(parts):
-                yield (
-                    f"random{part}-{domain}",
-                    (_document(source, index) for index in np.flatnonzero(dealt == part).tolist()),
-                )
+                chosen = np.flatnonzero(dealt == part).tolist()
+                yield f"random{part}-{domain}", [cut[index] for index in chosen]
 
     write_dataset(info, documents(), out)
 
 
-def _document(source: IndexedSource, index: int) -> np.ndarray:
-    return source.ids[source.offsets[index] : source.offsets[index + 1]]
+def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
+    """The documents of a source, those longer than `longest` ids cut into equal pieces up to that."""
+    for begin, end in zip(source.offsets[:-1].tolist(), source.offsets[1:].tolist(), strict=True):
+        yield from np.array_split(source.ids[begin:end], -(-(end - begin) // longest))
 
 
 def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:

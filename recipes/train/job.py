@@ -256,8 +256,7 @@ def _fill(folder: Path, config: Config) -> dict[str, Any]:
         for reason in skipped:
             print(f"passed over: {reason}", flush=True)
         if path is None:
-            start = config.checkpoint.load_from or "step 1"
-            print(f"no checkpoint in {folder}: starting at {start}", flush=True)
+            print(f"no checkpoint in {folder}: starting at {config.checkpoint.load_from or 'step 1'}", flush=True)
         else:
             check_resumable(config, open_checkpoint(path))
     if path is None and config.checkpoint.load_from is not None:

@@ -33,11 +33,11 @@ def ensemble_by_hand(log_probs, weights):
     return [math.log(math.fsum(w[j] * math.exp(log_probs[j][t]) for j in experts)) for t, w in enumerate(weights)]
 
 
-def cached_prior_by_hand(log_probs_of_sequences, cumulative, decay):
+def cached_prior_by_hand(log_probs_of_sequences, decay):
     """log_probs_of_sequences[b][j][t] -> prior[j]."""
     experts = len(log_probs_of_sequences[0])
     prior = [1 / experts] * experts
     for log_probs in log_probs_of_sequences:
-        posterior = _normalised([math.fsum(row if cumulative else row[-1:]) for row in log_probs])
+        posterior = _normalised([math.fsum(row) for row in log_probs])
         prior = [(1 - decay) * p + decay * q for p, q in zip(prior, posterior, strict=True)]
     return prior

@@ -38,12 +38,11 @@ def test_the_ensemble_is_the_sum_by_hand(form, updating, top_k, uniform):
         assert (mixed_BS[sequence] - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("form", PosteriorForm)
-def test_the_cached_prior_is_the_moving_average_by_hand(form):
+def test_the_cached_prior_is_the_moving_average_by_hand():
     log_probs_EBS = log_probs(1, spread=0.5)
-    found = ensemble.cached_prior(log_probs_EBS, form, 0.3)
+    found = ensemble.cached_prior(log_probs_EBS, 0.3)
     sequences = log_probs_EBS.transpose(0, 1).tolist()
-    expected = cached_prior_by_hand(sequences, form is PosteriorForm.cumulative, 0.3)
+    expected = cached_prior_by_hand(sequences, 0.3)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
     assert float(found.sum()) == pytest.approx(1)
 
