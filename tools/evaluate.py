@@ -168,7 +168,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     notes = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     with notes.status("opening the model") if notes.is_terminal else contextlib.nullcontext():
-        from recipes.checkpoint.model import open_model
+        from recipes.btm.model import open_model
 
         model, config, checkpoint = open_model(arguments.checkpoint, say=notes.print)
     dataset = open_data(arguments.data, config, checkpoint)

@@ -181,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     notes = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     with notes.status("opening the model") if notes.is_terminal else contextlib.nullcontext():
-        from recipes.checkpoint.model import open_model
+        from recipes.btm.model import open_model
 
         model, _, checkpoint = open_model(arguments.checkpoint, say=notes.print)
         tokenizer = _tokenizer(arguments.tokenizer, checkpoint)

@@ -84,8 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: Config, overrides: Sequence[str]) -> None:
     from rich.console import Console
 
-    from recipes.btm.pipeline import Pipeline
+    from recipes.btm.pipeline import SET_BY_ARMS, Pipeline
 
+    rest = [text for text in overrides if not text.lstrip("+~").startswith(SET_BY_ARMS)]
+    if config.data.domain_weights and (weights := compose(rest).data.domain_weights):
+        raise ValueError(
+            f"data.domain_weights={weights} of the experiment: give it on the command line of recipes.btm instead"
+        )
     console = Console(markup=False, highlight=False, soft_wrap=True)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
@@ -129,14 +134,14 @@ def _stoppable() -> Iterator[None]:
 def plan(config: Config) -> dict[str, Any]:
     """What would be trained, as plain values. Raises ValueError when it cannot be."""
     from recipes.btm.arms import complete, make_arms, mix_arm, plan_arms, without_own_data
-    from recipes.btm.mixing import mix_flops, mix_moe
+    from recipes.btm.mixing import mix_cost, mix_moe
     from recipes.data.dataset import load_dataset
     from recipes.plan.size import plan as sizes_of
 
     info: DatasetInfo | None = None if config.data.path is None else load_dataset(config.data.path)
     ranks = config.btm.ranks_per_branch
     base = prepare(config, ranks, launch_dir=Path.cwd())
-    arms = plan_arms(config, info, mix_flops(base, info))
+    arms = plan_arms(config, info, mix_cost(base, info))
     folder = Path(config.run.dir or "outputs").absolute()
     made = make_arms(config, arms, folder / "split")
     if config.btm.mix_share:

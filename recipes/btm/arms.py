@@ -19,7 +19,6 @@ from recipes import schema
 from recipes.config import BtmConfig, Config, Resume, SplitBy, to_plain
 from recipes.data.blend import resolve_weights
 from recipes.data.dataset import DatasetInfo
-from recipes.plan.size import flops_per_token
 from recipes.validation import prepare, problems
 
 CONTROL = "random"
@@ -43,8 +42,8 @@ class Amounts:
     branch_batch: int
 
 
-def amounts(config: Config, branches: int, mix_flops: int = 0) -> Amounts:
-    """Divide the compute over seed, branches and mix, whose token costs `mix_flops`.
+def amounts(config: Config, branches: int, mix_cost: float = 1.0) -> Amounts:
+    """Divide the compute over seed, branches and mix, whose token costs `mix_cost` times a dense one.
 
     Raises ValueError for a batch that `branches` do not divide, and for shares that leave some part without a step.
     """
@@ -61,7 +60,7 @@ def amounts(config: Config, branches: int, mix_flops: int = 0) -> Amounts:
     mixed = round(steps * btm.mix_share)
     end = steps - mixed
     # A token of the mix costs more than one of the dense model: fewer steps for the same compute.
-    mix_steps = int(mixed * flops_per_token(config) / mix_flops) if mixed else 0
+    mix_steps = int(mixed / mix_cost)
     if not 0 < seed < end or (btm.mix_share and not mix_steps):
         shares = f"btm.seed_share={btm.seed_share} and btm.mix_share={btm.mix_share}"
         raise ValueError(f"train.steps={steps} with {shares} leaves a part without a step; use more steps")
@@ -135,7 +134,7 @@ class Arms:
     control: list[str]
 
 
-def plan_arms(config: Config, info: DatasetInfo | None, mix_flops: int = 0) -> Arms:
+def plan_arms(config: Config, info: DatasetInfo | None, mix_cost: float = 1.0) -> Arms:
     """Names and amounts. `info`: the data, None for a dry run without any.
 
     Raises ValueError for names that are no domains, empty domains, and weights of domains that branches cannot honour.
@@ -166,7 +165,7 @@ def plan_arms(config: Config, info: DatasetInfo | None, mix_flops: int = 0) -> A
     if len(parts) < 2:
         raise ValueError(f"one branch ({', '.join(parts)}): at least two domains are needed, or btm.num_branches")
     control = _control_names(count) if btm.random_control and btm.split_by is not SplitBy.random else []
-    return Arms(amounts(config, count, mix_flops), shared, parts, list(btm.add_domains), used, control)
+    return Arms(amounts(config, count, mix_cost), shared, parts, list(btm.add_domains), used, control)
 
 
 def _control_names(count: int) -> list[str]:

@@ -28,12 +28,12 @@ def as_mix(config: Config, experts: int) -> Config:
     return dataclasses.replace(config, moe=moe, parallel=parallel)
 
 
-def mix_flops(base: Config, info: DatasetInfo | None) -> int:
-    """FLOPs per token of the mix that a description asks for; 0 when it asks for none."""
+def mix_cost(base: Config, info: DatasetInfo | None) -> float:
+    """FLOPs per token of the mix that a complete description asks for, as a multiple of the dense model's; 1 without one."""
     if not base.btm.mix_share:
-        return 0
+        return 1.0
     domains = base.data.domain_weights or (() if info is None else info.domains)
     shared = [domain for domain in domains if domain not in base.btm.add_domains]
     count = (base.btm.num_branches or len(shared)) + len(base.btm.add_domains) - len(base.btm.remove_domains)
     count += base.btm.mix_seed_expert
-    return flops_per_token(as_mix(base, count))
+    return flops_per_token(as_mix(base, count)) / flops_per_token(base)

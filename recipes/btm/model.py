@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -101,8 +101,11 @@ def write_ensemble(folder: Path, branches: dict[str, Path], weighing: Weighing) 
     write_json(folder / DESCRIPTION, values)
 
 
-def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT | Ensemble, Config, Checkpoint]:
-    """As `checkpoint.model.open_model`; for the folder of an ensemble all of its branches, and the first one's checkpoint."""
+def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Config, Checkpoint]:
+    """As `checkpoint.model.open_model`; for the folder of an ensemble all of its branches, and the first one's checkpoint.
+
+    An `Ensemble` is no GPT, but answers to what generation and evaluation ask of one.
+    """
     if not (path / DESCRIPTION).exists():
         return single.open_model(path, say)
     try:
@@ -120,4 +123,4 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT | En
     check_alike({name: checkpoint for name, (_, _, checkpoint) in opened.items()})
     models = [model for model, _, _ in opened.values()]
     _, config, checkpoint = next(iter(opened.values()))
-    return Ensemble(models, weighing).eval(), config, checkpoint
+    return cast(GPT, Ensemble(models, weighing).eval()), config, checkpoint

@@ -35,7 +35,7 @@ from recipes.btm.arms import (
 )
 from recipes.btm.average import Average, check_alike, fresh_trainer, write
 from recipes.btm.mix import Mix
-from recipes.btm.mixing import as_mix, mix_flops, mix_moe
+from recipes.btm.mixing import as_mix, mix_cost, mix_moe
 from recipes.btm.pool import Job, command, run_jobs
 from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
@@ -47,6 +47,8 @@ from recipes.telemetry.summary import replace_text, write_json
 from recipes.validation import prepare
 
 Say = Callable[[str], None]
+# Of the command line, what arms are not started with: they have their own, and weights of domains would be merged.
+SET_BY_ARMS = ("btm.", "run.", "data.domain_weights")
 
 
 class Pipeline:
@@ -56,10 +58,10 @@ class Pipeline:
         """Checks everything that can be known now. Raises ValueError when some arm could not run."""
         assert config.data.path is not None
         self.config, self.folder, self.say = config, folder.absolute(), say
-        self.overrides = [text for text in overrides if not text.lstrip("+~").startswith(("btm.", "run."))]
+        self.overrides = [text for text in overrides if not text.lstrip("+~").startswith(SET_BY_ARMS)]
         self.info: DatasetInfo = load_dataset(config.data.path)
         self.base = prepare(config, config.btm.ranks_per_branch, launch_dir=Path.cwd())
-        self.arms: Arms = plan_arms(config, self.info, mix_flops(self.base, self.info))
+        self.arms: Arms = plan_arms(config, self.info, mix_cost(self.base, self.info))
         if found := held_out_problems(config, self.info):
             raise ValueError("\n  - ".join(["held-out text is too short:", *found]))
         self.made: dict[str, Arm] = make_arms(config, self.arms, self.folder / "split")
@@ -124,19 +126,22 @@ class Pipeline:
         self._train([self.made["seed"]], BtmStage.seed)
 
     def branch(self) -> None:
-        """What the branches start from: the seed. (Added ones start from an average of trained ones: see `train`.)"""
-        inputs = {"seed": self.digests["seed"], "branches": [*self.arms.parts, *self.arms.control]}
+        """What the branches start from: the seed; added ones an average of trained branches, as soon as there are some."""
+        inputs = {"seed": self.digests["seed"]}
         start = {"checkpoint": "seed", "step": self.arms.amounts.seed, **inputs}
         artefact = Artefact("starts/seed", BtmStage.branch, inputs)
         self.digests[artefact.path] = self.store(artefact, lambda folder: write_json(folder / "start.json", start))
+        parts = [self.made[name] for name in self.arms.parts]
+        if self.arms.added and all((self.folder / arm.path).exists() for arm in parts):
+            self._train(parts, BtmStage.train)
+            self._make_starts()
 
     def train(self) -> None:
         """Branches, dense control and random control in a pool; then added branches, from averages of the others."""
         only = self.config.btm.only
         names = ["dense", *self.arms.parts, *self.arms.control]
         self._train([self.made[name] for name in names], BtmStage.train, only)
-        for name in self.arms.added:
-            self._make_start(name)
+        self._make_starts()
         self._train([self.made[name] for name in self.arms.added], BtmStage.train, only)
 
     def artefact_of(self, arm: Arm, stage: BtmStage) -> Artefact:
@@ -201,6 +206,10 @@ class Pipeline:
         return Job(
             arm.name, command(words, btm.ranks_per_branch, port), self.folder / "logs" / f"{arm.name}.log", threads
         )
+
+    def _make_starts(self) -> None:
+        for name in self.arms.added:
+            self._make_start(name)
 
     def _make_start(self, name: str) -> None:
         """The average of the branches there are, weighted by how well each explains the new domain's development text."""
