@@ -157,13 +157,13 @@ def plan_arms(config: Config, info: DatasetInfo | None, mix_cost: float = 1.0) -
         parts = [f"{btm.split_by.value}{number}" for number in range(count)]
     if unknown := sorted(set(btm.only) - {*parts, *domains, *_control_names(count), "dense"}):
         raise ValueError(f"btm.only: {unknown[0]} is no branch; there are {', '.join(parts)}")
+    if len(parts) < 2:
+        raise ValueError(f"one branch ({', '.join(parts)}): at least two domains are needed, or btm.num_branches")
     used = [name for name in [*parts, *btm.add_domains] if name not in btm.remove_domains]
     if len(used) < 2:
         raise ValueError(
             f"btm.remove_domains={btm.remove_domains} leaves {len(used)} branches; at least two are needed"
         )
-    if len(parts) < 2:
-        raise ValueError(f"one branch ({', '.join(parts)}): at least two domains are needed, or btm.num_branches")
     control = _control_names(count) if btm.random_control and btm.split_by is not SplitBy.random else []
     return Arms(amounts(config, count, mix_cost), shared, parts, list(btm.add_domains), used, control)
 

@@ -212,11 +212,11 @@ class Pipeline:
             self._make_start(name)
 
     def _make_start(self, name: str) -> None:
-        """The average of the branches there are, weighted by how well each explains the new domain's development text."""
+        """The average of the first branches, weighted by how well each explains the new domain's development text."""
         from recipes.btm.results import Scores
 
         path = f"starts/{name}"
-        members = [part for part in self.arms.parts if part in self.arms.used]
+        members = self.arms.parts
         inputs = {
             "branches": {part: self.digests[f"branches/{part}"] for part in members},
             "data": data_digest(self.info, [name]),
@@ -225,7 +225,7 @@ class Pipeline:
         }
 
         def make(folder: Path) -> None:
-            weights = Scores(self).prior([*members], name, stage=BtmStage.branch)
+            weights = Scores(self).prior(members, name, stage=BtmStage.branch)
             average = Average(self.checkpoints(members), weights)
             self.say(f"{path}: {average.path}")
             write(average, folder / "checkpoints", self.arms.amounts.seed, average.trainer)

@@ -126,11 +126,15 @@ def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
+    """The stamp of a folder, None when it has none; a damaged one is that of unknown inputs."""
     try:
         stamp = json.loads((folder / STAMP).read_text())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return None
-    return stamp if isinstance(stamp, dict) and {"inputs", "content"} <= stamp.keys() else None
+    except (OSError, ValueError):
+        stamp = None
+    known = isinstance(stamp, dict) and {"inputs", "content"} <= stamp.keys()
+    return stamp if known else {"inputs": "a damaged record", "content": None}
 
 
 def _changes(old: Any, new: Any, key: str = "") -> list[str]:
@@ -138,4 +142,4 @@ def _changes(old: Any, new: Any, key: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         names = sorted(old.keys() | new.keys())
         return [c for name in names for c in _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)]
-    return [] if old == new else [key]
+    return [] if old == new else [key or "everything"]

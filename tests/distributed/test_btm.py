@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -170,13 +171,12 @@ def _ends(process: psutil.Process) -> set[str]:
 
 def _of_server() -> set[str]:
     """What forked processes inherit from the server that they are forked from, which real ones have not."""
-    children = psutil.Process().children(recursive=True)
-    servers = [
-        child
-        for child in children
-        if "forkserver" in " ".join(child.cmdline()) or "tracker" in " ".join(child.cmdline())
-    ]
-    return set().union(*(_ends(server) for server in servers)) if servers else set()
+    found: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if any(word in " ".join(child.cmdline()) for word in ("forkserver", "tracker")):
+                found |= _ends(child)
+    return found
 
 
 @pytest.fixture(scope="module")
