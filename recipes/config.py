@@ -81,6 +81,25 @@ class AuxLossScope(enum.Enum):
     global_batch = "global_batch"
 
 
+class RouterType(enum.Enum):
+    """Who chooses: tokens their best experts; experts their best tokens of a micro-batch, later ones of a sequence among them;
+    or, as controls, nobody: a fixed table from token ids, or chance (from the seed and the sequence so far)."""
+
+    topk = "topk"
+    expert_choice = "expert_choice"
+    hash = "hash"
+    random = "random"
+
+
+class SecondExpert(enum.Enum):
+    """The second of two experts in training: the second best; one drawn in proportion to its probability; or the second best,
+    used only when twice its gate exceeds a random number. Always the second best in evaluation."""
+
+    best = "best"
+    sampled = "sampled"
+    threshold = "threshold"
+
+
 class ScoreFunction(enum.Enum):
     """From a token's logits to its scores: a softmax over the experts, or each expert's sigmoid by itself."""
 
@@ -223,7 +242,9 @@ class MoeConfig:
     moe_layer_offset: int = 0  # number of the first one, from 0
     moe_ffn_hidden_size: int | None = None  # width of one expert; null: that of the dense feed-forward block
     moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
-    moe_router_topk: int = 1  # experts per token
+    moe_router_type: RouterType = RouterType.topk
+    moe_router_topk: int = 1  # experts per token; of expert_choice on average
+    moe_second_expert: SecondExpert = SecondExpert.best
     moe_router_pre_softmax: bool = True  # gates from the softmax over all experts; false: over the chosen ones
     moe_router_score_function: ScoreFunction = ScoreFunction.softmax
     moe_router_norm_topk_prob: bool | None = None  # gates of a token add up to 1; null: those of several sigmoids do
@@ -232,6 +253,8 @@ class MoeConfig:
     moe_router_group_topk: int | None = None  # groups in which a token's experts may be; null: no groups
     moe_router_enable_expert_bias: bool = False  # balance by biases that count in the choice only
     moe_router_bias_update_rate: float = 1e-3  # by which each step moves the biases
+    moe_input_jitter_eps: float | None = None  # training: routers see tokens times 1 +- this at random; null: as they are
+    moe_router_gumbel_scale: float = 0.0  # training: Gumbel noise added to logits for the choice, as a multiple
     moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of the dense weights'
     moe_expert_lr_scale: float | None = 1.0  # that of experts; null: sqrt(topk / experts)
     moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.config import Activation, Config, ModelConfig, Normalization
+from recipes.config import Activation, Config, ModelConfig, MoeConfig, Normalization, RouterType
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,11 @@ def num_moe_experts(config: Config) -> int:
     """Experts of each layer that has some, over all ranks."""
     assert config.moe.num_moe_experts is not None
     return config.moe.num_moe_experts
+
+
+def learns_routes(moe: MoeConfig) -> bool:
+    """Whether layers with experts have a router with weights."""
+    return moe.moe_router_type not in (RouterType.hash, RouterType.random)
 
 
 def moe_layers(config: Config) -> list[int]:
@@ -152,7 +157,8 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
     experts, shared = num_moe_experts(config), config.moe.moe_shared_expert_intermediate_size
-    yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
+    if learns_routes(config.moe):
+        yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
     for expert in range(experts):
         yield from _mlp_tensors(config, f"{prefix}.moe.experts.{expert}", expert_width(config))
     if shared:

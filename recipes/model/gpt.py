@@ -196,6 +196,8 @@ class GPT(nn.Module):
         """
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
         angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
+        if self.moe is not None:
+            self.moe.begin(tokens_BS)
         if self.embedding is not None:
             x_SBH = self.embedding(tokens_BS)
         for block in self.blocks:

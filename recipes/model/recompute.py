@@ -25,24 +25,22 @@ def recomputed(function: Callable[..., Any], moe: MoeContext | None, *inputs: An
     if not torch.is_grad_enabled():
         return function(*inputs, **named)
     states = get_cuda_rng_tracker().get_states()
-    contexts = lambda: (contextlib.nullcontext(), _again(states, moe))  # noqa: E731
+    routing = contextlib.nullcontext() if moe is None else moe.again(moe.keys_T)
+    contexts = lambda: (contextlib.nullcontext(), _again(states, routing))  # noqa: E731
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 
 @contextlib.contextmanager
-def _again(states: dict[str, torch.Tensor], moe: MoeContext | None) -> Iterator[None]:
-    """Around the second computation: the generators of the first, and no statistics."""
+def _again(states: dict[str, torch.Tensor], routing: contextlib.AbstractContextManager) -> Iterator[None]:
+    """Around the second computation: the generators of the first; what routers went by, and no statistics."""
     tracker = get_cuda_rng_tracker()
     now = tracker.get_states()
     tracker.set_states(states)
-    if moe is not None:
-        moe.recording = False
     try:
-        yield
+        with routing:
+            yield
     finally:
         tracker.set_states(now)
-        if moe is not None:
-            moe.recording = True
 
 
 def recompute_module(module: nn.Module, moe: MoeContext | None) -> None:

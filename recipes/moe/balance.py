@@ -31,21 +31,23 @@ def sequence_balance_part(
     ids_SBK: torch.Tensor,
     sequences: float,
     mask_SB: torch.Tensor | None = None,
+    made_SBK: torch.Tensor | None = None,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> torch.Tensor:
     """The loss of each sequence by itself, summed over the B given and divided by `sequences`, those of the whole batch.
 
-    `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing. When the positions of a sequence are
-    spread over ranks, `add_up` sums counts [B, E + 1] over them, and the result is this rank's part.
+    `mask_SB` is 1 for tokens that count; a sequence without any contributes nothing. `made_SBK`: which ids are choices, None for
+    all. When the positions of a sequence are spread over ranks, `add_up` sums counts [B, E + 1] over them, and the result is
+    this rank's part.
     """
     _, batch, experts = probs_SBE.shape
     mask_SB = torch.ones_like(probs_SBE[..., 0]) if mask_SB is None else mask_SB.to(probs_SBE.dtype)
-    chosen_SBE = torch.zeros_like(probs_SBE).scatter_add_(
-        2, ids_SBK, mask_SB[..., None].expand(ids_SBK.shape).contiguous()
-    )
+    counted_SBK = mask_SB[..., None].expand(ids_SBK.shape)
+    counted_SBK = counted_SBK.contiguous() if made_SBK is None else counted_SBK * made_SBK
+    chosen_SBE = torch.zeros_like(probs_SBE).scatter_add_(2, ids_SBK, counted_SBK)
     counts_BE1 = add_up(torch.cat((chosen_SBE.sum(0), mask_SB.sum(0)[:, None]), dim=1))
-    tokens_B1 = counts_BE1[:, -1:].clamp(min=1)
-    share_BE = counts_BE1[:, :-1] / (tokens_B1 * ids_SBK.shape[-1])
+    counts_BE, tokens_B1 = counts_BE1[:, :-1], counts_BE1[:, -1:].clamp(min=1)
+    share_BE = counts_BE / counts_BE.sum(1, keepdim=True).clamp(min=1)
     mean_BE = (probs_SBE * mask_SB[..., None]).sum(0) / tokens_B1
     assert share_BE.shape == (batch, experts)
     return experts * (share_BE * mean_BE).sum() / sequences

@@ -7,18 +7,22 @@ N layers with experts, E experts.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from recipes import collectives
-from recipes.config import AuxLossScope, Config
+from recipes.config import AuxLossScope, Config, RouterType
 from recipes.groups import Groups
 from recipes.logical import moe_layers, num_moe_experts
 from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
+from recipes.moe.controls import prefix_keys
+from recipes.moe.router import Routing
 from recipes.topology import Role
 
-_SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind the E counts
+_SUMS = ("tokens", "dropped", "entropy", "gates", "balance", "z")  # columns behind the E counts
 
 
 class MoeContext:
@@ -47,24 +51,48 @@ class MoeContext:
         # No part of the model, which may be cast to bf16: the rate would be lost in a bias of 0.5.
         self.bias_NE = torch.zeros(len(self.layers), num_experts, dtype=torch.float32, device=self.report.device)
         self.steps = 0  # finished ones, skipped ones too
+        self.keys_T: torch.Tensor | None = None  # what routers that learn nothing go by, of this rank's tokens
+
+    def begin(self, tokens_BS: torch.Tensor) -> None:
+        """Hear which token ids the next forward pass has: int64 [B, S], whole sequences on every rank."""
+        match self.moe.moe_router_type:
+            case RouterType.hash:
+                keys_BS = tokens_BS
+            case RouterType.random:
+                keys_BS = prefix_keys(tokens_BS)
+            case _:
+                return
+        positions = slice(None)
+        if self.tokens_split:
+            share = tokens_BS.shape[1] // self.groups.size(Role.tp)
+            positions = slice(self.groups.index(Role.tp) * share, (self.groups.index(Role.tp) + 1) * share)
+        self.keys_T = keys_BS[:, positions].t().reshape(-1)
+
+    @contextlib.contextmanager
+    def again(self, keys_T: torch.Tensor | None) -> Iterator[None]:
+        """Around a forward pass that is computed again: no statistics, and the keys of then."""
+        now = self.keys_T
+        self.recording, self.keys_T = False, keys_T
+        try:
+            yield
+        finally:
+            self.recording, self.keys_T = True, now
 
     def bias(self, layer: int) -> torch.Tensor | None:
         """What is added to the scores of global layer `layer` for the choice: fp32 [E], or None without such biases."""
         return self.bias_NE[self.layers.index(layer)] if self.moe.moe_router_enable_expert_bias else None
 
     def auxiliary(
-        self, out: torch.Tensor, layer: int, logits_TE: torch.Tensor, probs_TE: torch.Tensor, ids_TK: torch.Tensor,
-        dropped: torch.Tensor | int, sequence_shape: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
+        self, out: torch.Tensor, layer: int, routing: Routing, sequence_shape: tuple[int, int]
+    ) -> torch.Tensor:
         """Record the routing of one micro-batch in global layer `layer` and attach its auxiliary losses to `out`.
 
         T = S B tokens in the order of `sequence_shape` (S, B), of which this rank routes all (see `tokens_split`).
         """
         row, moe = self.layers.index(layer), self.moe
-        num_experts = probs_TE.shape[1]
-        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=num_experts)
-        balance = self._balance(row, probs_TE, ids_TK, counts_E, sequence_shape)
-        z = z_part(logits_TE, self.tokens_per_step)
+        counts_E = routing.counts_E
+        balance = self._balance(row, routing, counts_E, sequence_shape)
+        z = z_part(routing.logits_TE, self.tokens_per_step)
         weights = [
             coefficient(start, end, moe.moe_loss_coeff_ramp, self.steps + 1)
             for start, end in (
@@ -73,33 +101,60 @@ class MoeContext:
             )
         ]
         loss = weights[0] * balance + weights[1] * z
-        self._record(row, counts_E, probs_TE, dropped, balance, z)
+        self._record(row, counts_E, routing, balance, z)
         # The engine multiplies the language loss by the number of data-parallel ranks, over which DeepSpeed then averages.
         return AddLoss.apply(out, loss, self.groups.layout.data_parallel_size / self.copies)
 
     @torch.no_grad()
-    def _record(self, row: int, counts_E, probs_TE, dropped: torch.Tensor | int, balance, z) -> None:
+    def _record(self, row: int, counts_E: torch.Tensor, routing: Routing, balance, z) -> None:
         if not self.reports or not self.recording:
             return
-        entropy = torch.special.entr(probs_TE).sum()
-        sums = [len(probs_TE), dropped, entropy, balance, z]
+        probs_TE, gates_TK = routing.probs_TE, routing.gates_TK
+        gates = (gates_TK if routing.made_TK is None else gates_TK * routing.made_TK).sum()
+        sums = [len(probs_TE), routing.dropped, torch.special.entr(probs_TE).sum(), gates, balance, z]
         columns = [torch.as_tensor(value, dtype=torch.float64, device=self.report.device) for value in sums]
         self.report[row] += torch.cat((counts_E.double(), torch.stack(columns)))
 
-    def _balance(self, row: int, probs_TE, ids_TK, counts_E, sequence_shape: tuple[int, int]) -> torch.Tensor:
+    def _balance(
+        self, row: int, routing: Routing, counts_E: torch.Tensor, sequence_shape: tuple[int, int]
+    ) -> torch.Tensor:
+        probs_TE = routing.probs_TE
         match self.moe.aux_loss_scope:
             case AuxLossScope.sequence:
-                shape = (*sequence_shape, -1)
-                probs, ids = probs_TE.view(shape), ids_TK.view(shape)
-                return sequence_balance_part(probs, ids, self.sequences_per_step, add_up=self._sum_over_positions)
+                shape, made = (*sequence_shape, -1), routing.made_TK
+                return sequence_balance_part(
+                    probs_TE.view(shape),
+                    routing.ids_TK.view(shape),
+                    self.sequences_per_step,
+                    made_SBK=None if made is None else made.view(shape),
+                    add_up=self._sum_over_positions,
+                )
             case AuxLossScope.micro_batch:
-                all_E = self._sum_over_tokens(counts_E.clone())
-                assignments = all_E.sum()
-                tokens = assignments / ids_TK.shape[1]
-                return balance_part(probs_TE, all_E / assignments, tokens) / self.num_micro_batches
+                own = torch.cat((counts_E, counts_E.new_full((1,), len(probs_TE))))
+                all_E, tokens = self._sum_over_tokens(own).split((len(counts_E), 1))
+                return balance_part(probs_TE, all_E / all_E.sum(), tokens[0]) / self.num_micro_batches
             case AuxLossScope.global_batch:
                 previous_E = self.previous_NE[row]
                 return balance_part(probs_TE, previous_E / previous_E.sum(), self.tokens_per_step)
+
+    def pool(self, values_TE: torch.Tensor, sequence_shape: tuple[int, int]) -> torch.Tensor:
+        """The rows of all ranks that route different tokens of a micro-batch, by sample, then position (a collective)."""
+        (data, part), (positions, batch) = self._grid(), sequence_shape
+        whole = values_TE.new_zeros(data[1], part[1], positions, batch, values_TE.shape[1])
+        whole[data[0], part[0]] = values_TE.view(positions, batch, -1)
+        return self._sum_over_tokens(whole).permute(0, 3, 1, 2, 4).reshape(-1, values_TE.shape[1])
+
+    def own(self, pool_TE: torch.Tensor, sequence_shape: tuple[int, int]) -> torch.Tensor:
+        """This rank's rows of a pool, in the order of `sequence_shape`."""
+        (data, part), (positions, batch) = self._grid(), sequence_shape
+        whole = pool_TE.view(data[1], batch, part[1], positions, -1)
+        return whole[data[0], :, part[0]].transpose(0, 1).reshape(positions * batch, -1)
+
+    def _grid(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Which of how many parts of the samples, and of their positions, this rank routes."""
+        groups = self.groups
+        part = (groups.index(Role.tp), groups.size(Role.tp)) if self.tokens_split else (0, 1)
+        return (groups.index(Role.dp), groups.size(Role.dp)), part
 
     def _sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
         """Over ranks that route different tokens in the same layer."""
@@ -120,10 +175,10 @@ class MoeContext:
         report = self.report if alone else collectives.sum_over_ranks(self.report)
         num_experts = self.previous_NE.shape[1]
         counts_NE, sums = report[:, :num_experts], dict(zip(_SUMS, report[:, num_experts:].t(), strict=True))
+        metrics = load_metrics(counts_NE, sums, self.previous_NE)
         if applied:
             self._learn_from(counts_NE.round().long())
         self.steps += 1
-        metrics = load_metrics(counts_NE, sums["tokens"], sums["dropped"], sums["entropy"])
         metrics["load_balancing_loss"] = float(sums["balance"].mean())
         metrics["z_loss"] = float(sums["z"].mean())
         self.report = torch.zeros_like(report)
@@ -149,18 +204,25 @@ class MoeContext:
         self.steps = state.get("steps", self.steps)
 
 
-def load_metrics(counts_NE: torch.Tensor, tokens_N, dropped_N, entropy_N) -> dict[str, Any]:
-    """Load per layer and expert.
+def load_metrics(counts_NE: torch.Tensor, sums: dict[str, torch.Tensor], previous_NE: torch.Tensor) -> dict[str, Any]:
+    """Load per layer and expert. `sums` [N]: number of tokens, dropped choices, entropies, gates.
 
     `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
-    `drop_rate`: dropped / all assignments; `router_entropy`: mean over tokens in nats; `dead_experts`: without any token.
+    `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices;
+    `routing_change`: part of the choices that would have to go elsewhere for the load of the step before, mean over layers;
+    `dead_experts`: without any token.
     """
     mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
+    choices_N = counts_NE.sum(dim=1).clamp(min=1)
     max_vio_N = counts_NE.max(dim=1).values / mean_N - 1
+    before_NE = previous_NE / previous_NE.sum(dim=1, keepdim=True).clamp(min=1)
+    change_N = 0.5 * (counts_NE / choices_N[:, None] - before_NE).abs().sum(dim=1)
     metrics: dict[str, Any] = {
         "moe/max_vio": float(max_vio_N.max()),
-        "moe/drop_rate": float(dropped_N.sum() / counts_NE.sum().clamp(min=1)),
-        "moe/router_entropy": float((entropy_N / tokens_N.clamp(min=1)).mean()),
+        "moe/drop_rate": float(sums["dropped"].sum() / counts_NE.sum().clamp(min=1)),
+        "moe/router_entropy": float((sums["entropy"] / sums["tokens"].clamp(min=1)).mean()),
+        "moe/gate_mean": float((sums["gates"] / choices_N).mean()),
+        "moe/routing_change": float(change_N.mean()),
         "moe/dead_experts": int((counts_NE == 0).sum()),
         "moe/tokens_per_expert": counts_NE.long().tolist(),
     }

@@ -13,12 +13,13 @@ from megatron.core.tensor_parallel import mappings
 from torch import nn
 
 from recipes import collectives, partial
-from recipes.config import Activation, Config, MoeBackend, TokenDropPolicy
-from recipes.logical import expert_width, num_moe_experts
+from recipes.config import Activation, Config, MoeBackend
+from recipes.logical import expert_width, learns_routes, num_moe_experts
 from recipes.moe.context import MoeContext
 from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
 from recipes.moe.experts import GroupedMLP, activate
-from recipes.moe.router import capacity, kept, route, router_logits
+from recipes.moe.router import Routing, route, router_logits
+from recipes.moe.routing import Router
 
 
 class ExpertMLP(nn.Module):
@@ -50,7 +51,7 @@ class MoeLayer(nn.Module):
         shared = run.moe.moe_shared_expert_intermediate_size
         width = (shared or 0) // self.layout.expert_tensor_parallel_size
         self.shared = ExpertMLP(hidden, width, gated, dtype) if shared else None
-        if self.layout.tensor_parallel_size > 1:
+        if self.layout.tensor_parallel_size > 1 and self.routed.router_weight is not None:
             partial.mark([self.routed.router_weight])
         if self.shared is not None and context.tokens_split:
             partial.mark(self.shared.parameters())
@@ -59,9 +60,9 @@ class MoeLayer(nn.Module):
         x_SBH = self._enter(x_SBH)
         sequence, batch, hidden = x_SBH.shape
         x_TH = x_SBH.reshape(-1, hidden)
-        out_TH, logits_TE, probs_TE, ids_TK, dropped = self.routed(x_TH)
+        out_TH, routing = self.routed(x_TH, (sequence, batch))
         if self.training and torch.is_grad_enabled():
-            out_TH = self.context.auxiliary(out_TH, self.layer, logits_TE, probs_TE, ids_TK, dropped, (sequence, batch))
+            out_TH = self.context.auxiliary(out_TH, self.layer, routing, (sequence, batch))
         out_SBH = out_TH.view(x_SBH.shape)
         return self._leave(out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
 
@@ -95,12 +96,13 @@ class GroupedMoE(MoE):
         nn.Module.__init__(self)  # not MoE's: it would build DeepSpeed's own layer
         layout, moe, hidden = context.groups.layout, run.moe, run.model.hidden_size
         width = expert_width(run) // layout.expert_tensor_parallel_size
-        self.moe, self.context, self.layer = moe, context, layer
         self.group, self.gated = context.group, gated
+        self.choose = Router(run, context, layer)
         self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = context.groups.expert_key
-        self.router = nn.Parameter(torch.empty(self.num_experts, hidden, dtype=dtype))
+        learned = learns_routes(moe)
+        self.router = nn.Parameter(torch.empty(self.num_experts, hidden, dtype=dtype)) if learned else None
         self.w1_LGH = nn.Parameter(
             torch.empty(self.num_local_experts, (2 if gated else 1) * width, hidden, dtype=dtype)
         )
@@ -109,31 +111,20 @@ class GroupedMoE(MoE):
             experts.allreduce, experts.group_name = False, self.expert_group_name  # type: ignore[attr-defined]
 
     @property
-    def router_weight(self) -> nn.Parameter:
+    def router_weight(self) -> nn.Parameter | None:
         return self.router
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine, which finds the groups under `expert_group_name`: `recipes.groups` has put them there."""
         assert not use_data_before_expert_parallel_
 
-    def forward(self, x_TH: torch.Tensor):
-        logits_TE = router_logits(x_TH, self.router)
-        ids_TK, gates_TK, probs_TE = route(logits_TE, self.moe, self.context.bias(self.layer))
-        keep_TK, dropped = self._capacity(ids_TK, gates_TK)
-        plan = make_plan(ids_TK, keep_TK, self.num_experts, self.group)
-        rows_RH = scatter_to_experts(x_TH, plan, ids_TK.shape[1], self.group)
+    def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
+        routing = self.choose(x_TH, self.router, sequence_shape, self.training)
+        topk = routing.ids_TK.shape[1]
+        plan = make_plan(routing.ids_TK, routing.used_TK, self.num_experts, self.group)
+        rows_RH = scatter_to_experts(x_TH, plan, topk, self.group)
         rows_RH = GroupedMLP.apply(rows_RH, self.w1_LGH, self.w2_LHF, plan.sizes_L, self.gated)
-        return gather_from_experts(rows_RH, plan, gates_TK, self.group), logits_TE, probs_TE, ids_TK, dropped
-
-    def _capacity(self, ids_TK: torch.Tensor, gates_TK: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | int]:
-        """Which assignments are kept (None: all) and how many are not."""
-        factor = self.moe.moe_expert_capacity_factor if self.training else self.moe.moe_eval_capacity_factor
-        if factor is None:
-            return None, 0
-        limit = capacity(len(ids_TK), ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
-        by_probability = self.moe.moe_token_drop_policy is TokenDropPolicy.probs
-        keep_TK = kept(ids_TK, gates_TK.detach(), self.num_experts, limit, by_probability)
-        return keep_TK, (~keep_TK).sum()
+        return gather_from_experts(rows_RH, plan, routing.gates_TK, self.group), routing
 
 
 class StockMoE(MoE):
@@ -167,11 +158,9 @@ class StockMoE(MoE):
         if self.deepspeed_moe.ep_group is None:
             self._create_process_groups()
 
-    def forward(self, x_TH: torch.Tensor):
+    def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
         out_TH = self._experts(x_TH)
-        logits_TE = router_logits(x_TH, self.router_weight)
-        ids_TK, _, probs_TE = route(logits_TE, self.moe)
-        return out_TH, logits_TE, probs_TE, ids_TK, 0
+        return out_TH, route(router_logits(x_TH, self.router_weight), self.moe)
 
     def _experts(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self.group is None or self.moe.moe_router_topk > 1:

@@ -6,12 +6,58 @@ logits_TE -> scores_TE -> choice_TE (biases added) -> top_k: ids_TK -> gates_TK 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 
-from recipes.config import MoeConfig, ScoreFunction
+from recipes.config import MoeConfig, ScoreFunction, SecondExpert
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    `ids_TK`: experts, the best first; `gates_TK`: weights of their outputs; `made_TK`: which of these places are choices (None:
+    all); `keep_TK`: which choices no full expert turned away (None: all). `probs_TE` are scores divided by their sum.
+    """
+
+    logits_TE: torch.Tensor
+    probs_TE: torch.Tensor
+    ids_TK: torch.Tensor
+    gates_TK: torch.Tensor
+    made_TK: torch.Tensor | None = None
+    keep_TK: torch.Tensor | None = None
+
+    @property
+    def counts_E(self) -> torch.Tensor:
+        """Choices of each expert, kept or not: int64 [E]."""
+        experts = self.probs_TE.shape[1]
+        if self.made_TK is None:
+            return torch.bincount(self.ids_TK.reshape(-1), minlength=experts)
+        return torch.bincount(self.ids_TK.masked_fill(~self.made_TK, experts).reshape(-1), minlength=experts + 1)[:-1]
+
+    @property
+    def used_TK(self) -> torch.Tensor | None:
+        """The places that are choices and kept; None: all."""
+        if self.made_TK is None or self.keep_TK is None:
+            return self.made_TK if self.keep_TK is None else self.keep_TK
+        return self.made_TK & self.keep_TK
+
+    @property
+    def dropped(self) -> torch.Tensor | int:
+        """Choices that full experts turned away."""
+        if self.keep_TK is None:
+            return 0
+        turned_away_TK = ~self.keep_TK if self.made_TK is None else self.made_TK & ~self.keep_TK
+        return turned_away_TK.sum()
+
+    @property
+    def chosen_TE(self) -> torch.Tensor:
+        """Whether a token chose an expert: bool [T, E]."""
+        made_TK = torch.ones_like(self.ids_TK) if self.made_TK is None else self.made_TK.long()
+        return torch.zeros_like(self.probs_TE, dtype=torch.int64).scatter_add_(1, self.ids_TK, made_TK) > 0
 
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
@@ -101,15 +147,34 @@ def choice(
 
 
 def route(
-    logits_TE: torch.Tensor, moe: MoeConfig, bias_E: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose K experts per token as described: (ids_TK int64, gates_TK fp32, probs_TE fp32). Biases enter the choice only."""
+    logits_TE: torch.Tensor,
+    moe: MoeConfig,
+    bias_E: torch.Tensor | None = None,
+    noise_TE: torch.Tensor | None = None,
+    uniform_T: torch.Tensor | None = None,
+) -> Routing:
+    """Choose K experts per token as described. Biases and noise enter the choice only.
+
+    Standard Gumbel noise makes a choice one in proportion to probability (Kool et al. 2019, arXiv 1903.06059, sec. 2.3); a
+    second expert that is sampled has it alone. With `uniform_T` in [0, 1) the second expert is used when twice its part of both
+    gates exceeds it (GShard, Lepikhin et al. 2020, arXiv 2006.16668, alg. 1).
+    """
     function, factor = moe.moe_router_score_function, moe.moe_router_topk_scaling_factor or 1.0
     probs_TE = probabilities(logits_TE, function)
     scores_TE = probs_TE if function is ScoreFunction.softmax else scores(logits_TE, function)
     chosen_by_TE = choice(logits_TE, scores_TE, moe, bias_E)
+    if noise_TE is not None:
+        best_T1 = chosen_by_TE.argmax(1, keepdim=True)
+        chosen_by_TE = chosen_by_TE + noise_TE
+        if moe.moe_second_expert is SecondExpert.sampled:
+            chosen_by_TE = chosen_by_TE.scatter(1, best_T1, math.inf)
     ids_TK = top_k(chosen_by_TE, moe.moe_router_topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
-    return ids_TK, gates(logits_TE, scores_TE, ids_TK, function, renormalises(moe), factor), probs_TE
+    gates_TK = gates(logits_TE, scores_TE, ids_TK, function, renormalises(moe), factor)
+    made_TK = None
+    if uniform_T is not None:
+        second_T = 2 * gates_TK[:, 1].detach() > uniform_T * gates_TK.detach().sum(1)
+        made_TK = torch.stack((torch.ones_like(second_T), second_T), dim=1)
+    return Routing(logits_TE, probs_TE, ids_TK, gates_TK, made_TK)
 
 
 def capacity(tokens: int, topk: int, num_experts: int, factor: float, minimum: int = 0) -> int:
@@ -118,22 +183,23 @@ def capacity(tokens: int, topk: int, num_experts: int, factor: float, minimum: i
     return min(tokens, max(minimum, math.ceil(even_share)))
 
 
-def kept(
-    ids_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, limit: int, by_probability: bool
-) -> torch.Tensor:
-    """Which assignments fit when each expert takes at most `limit`: bool [T, K].
+def kept(routing: Routing, limit: int, by_probability: bool) -> torch.Tensor:
+    """Which choices fit when each expert takes at most `limit`: bool [T, K].
 
     First come first served in token order (first choices before second ones), or the largest gates first.
     """
-    ids_KT, gates_KT = ids_TK.t().reshape(-1), gates_TK.t().reshape(-1)
+    ids_TK, num_experts = routing.ids_TK, routing.probs_TE.shape[1]
+    if routing.made_TK is not None:  # no choice: to a queue of its own
+        ids_TK = ids_TK.masked_fill(~routing.made_TK, num_experts)
+    ids_KT, gates_KT = ids_TK.t().reshape(-1), routing.gates_TK.detach().t().reshape(-1)
     if by_probability:
         by_gate = torch.argsort(gates_KT, descending=True, stable=True)
         order = by_gate[torch.argsort(ids_KT[by_gate], stable=True)]
     else:
         order = torch.argsort(ids_KT, stable=True)
-    counts_E = torch.bincount(ids_KT, minlength=num_experts)
-    starts_E = torch.cumsum(counts_E, 0) - counts_E
-    place = torch.arange(len(order), device=order.device) - starts_E[ids_KT[order]]
+    counts = torch.bincount(ids_KT, minlength=num_experts + 1)
+    starts = torch.cumsum(counts, 0) - counts
+    place = torch.arange(len(order), device=order.device) - starts[ids_KT[order]]
     fits = torch.empty_like(order, dtype=torch.bool)
     fits[order] = place < limit
     return fits.view(ids_TK.shape[1], -1).t()

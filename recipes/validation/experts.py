@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from recipes import schema
-from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig, ScoreFunction
+from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig, RouterType, ScoreFunction, SecondExpert
 from recipes.validation.limits import Problems, divisible
 
 
@@ -14,7 +14,7 @@ def check_experts(config: Config, world_size: int) -> Problems:
     if config.moe.num_moe_experts is None:
         yield from _dense(config)
         return
-    for check in (_layers, _routing, _groups, _balance, _capacity, _backend):
+    for check in (_layers, _router, _routing, _noise, _groups, _balance, _capacity, _backend):
         yield from check(config)
 
 
@@ -48,12 +48,88 @@ def _layers(config: Config) -> Problems:
         yield f"model.add_bias_linear=true with {few}; use model.add_bias_linear=false, or moe=dense"
 
 
+# Settings that only mean something where tokens choose among scores, and where there are scores at all.
+_TOKENS_CHOOSE = (
+    "moe_router_norm_topk_prob",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_gumbel_scale",
+    "moe_second_expert",
+)
+_SCORES = (
+    *_TOKENS_CHOOSE,
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_lr_scale",
+    "moe_input_jitter_eps",
+)
+_WITHOUT_EFFECT = {
+    RouterType.topk: ((), ""),
+    RouterType.expert_choice: (
+        (*_TOKENS_CHOOSE, "moe_router_pre_softmax", "moe_token_drop_policy"),
+        "experts choose their best tokens, whose gates are their scores",
+    ),
+    RouterType.hash: (_SCORES, "a table of token ids chooses, and gates are equal"),
+    RouterType.random: (_SCORES, "chance chooses, and gates are equal"),
+}
+
+
+def _router(config: Config) -> Problems:
+    """What another router than top-k has no use for."""
+    moe, kind = config.moe, config.moe.moe_router_type
+    names, why = _WITHOUT_EFFECT[kind]
+    shown = f"moe.moe_router_type={kind.name}"
+    for name in names:
+        value, default = getattr(moe, name), getattr(MoeConfig(), name)
+        if value != default:
+            way_out = f"use moe.{name}={schema.show(default)}, or moe.moe_router_type=topk"
+            yield f"moe.{name}={schema.show(value)} with {shown}: {why}; {way_out}"
+    losses = {} if kind is RouterType.topk else {"moe_aux_loss_coeff": "every expert takes as many tokens already"}
+    if kind in (RouterType.hash, RouterType.random):
+        losses = dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), "there is no router to train")
+    for name, reason in losses.items():
+        for key in (name, f"{name}_end"):
+            if value := getattr(moe, key):
+                zero = "0.0" if key == name else "null"
+                yield f"moe.{key}={value} with {shown}: {reason}; use moe.{key}={zero}, or moe.moe_router_type=topk"
+
+
+def _noise(config: Config) -> Problems:
+    """Randomness in choosing."""
+    moe, second = config.moe, config.moe.moe_second_expert
+    if moe.moe_router_type is not RouterType.topk:
+        return
+    shown = f"moe.moe_second_expert={second.name}"
+    if second is not SecondExpert.best and moe.moe_router_topk != 2:
+        topk = f"moe.moe_router_topk={moe.moe_router_topk}"
+        yield f"{shown} with {topk}: it is about the second of two; use moe.moe_router_topk=2, or moe.moe_second_expert=best"
+    noisy = {} if second is SecondExpert.best else {shown: "moe.moe_second_expert=best"}
+    if moe.moe_router_gumbel_scale:
+        noisy[f"moe.moe_router_gumbel_scale={moe.moe_router_gumbel_scale}"] = "moe.moe_router_gumbel_scale=0.0"
+    if len(noisy) == 2:
+        yield f"{' with '.join(noisy)}: two ways to draw the second expert; use one of {', '.join(noisy.values())}"
+    for key, way_out in noisy.items():
+        for name, neutral in (
+            ("moe_router_score_function", ScoreFunction.softmax),
+            ("moe_router_num_groups", None),
+            ("moe_router_enable_expert_bias", False),
+        ):
+            if (value := getattr(moe, name)) != neutral:
+                reason = "what is drawn in proportion to probability has a softmax, without groups or biases"
+                ways = f"use {way_out}, or moe.{name}={schema.show(neutral)}"
+                yield f"{key} with moe.{name}={schema.show(value)}: {reason}; {ways}"
+
+
 def _routing(config: Config) -> Problems:
     moe = config.moe
     assert moe.num_moe_experts is not None
     if moe.moe_router_topk > moe.num_moe_experts:
         limit = f"moe.num_moe_experts={moe.num_moe_experts}"
         yield f"moe.moe_router_topk={moe.moe_router_topk} must be at most {limit}; use fewer choices, or more experts"
+    if moe.moe_router_type is not RouterType.topk:
+        return
     if moe.moe_router_score_function is ScoreFunction.sigmoid and not moe.moe_router_pre_softmax:
         reason = "there is no softmax to come before or after the choice"
         way_out = "use moe.moe_router_pre_softmax=true; moe.moe_router_norm_topk_prob says whether gates add up to 1"
@@ -76,7 +152,7 @@ def _groups(config: Config) -> Problems:
     moe, experts = config.moe, config.moe.num_moe_experts
     assert experts is not None
     groups, chosen = moe.moe_router_num_groups, moe.moe_router_group_topk
-    if groups is None and chosen is None:
+    if moe.moe_router_type is not RouterType.topk or (groups is None and chosen is None):
         return
     shown = f"moe.moe_router_num_groups={schema.show(groups)} with moe.moe_router_group_topk={schema.show(chosen)}"
     if groups is None or chosen is None:
@@ -121,6 +197,8 @@ def _capacity(config: Config) -> Problems:
     moe = config.moe
     if moe.moe_expert_capacity_factor is not None or moe.moe_eval_capacity_factor is not None:
         return
+    if moe.moe_router_type is RouterType.expert_choice:
+        return
     for name in ("moe_min_capacity", "moe_token_drop_policy"):
         value, default = getattr(moe, name), getattr(MoeConfig(), name)
         if value != default:
@@ -130,6 +208,10 @@ def _capacity(config: Config) -> Problems:
 
 # What DeepSpeed's gates cannot do.
 _OURS_ALONE = (
+    "moe_router_type",
+    "moe_second_expert",
+    "moe_input_jitter_eps",
+    "moe_router_gumbel_scale",
     "moe_router_score_function",
     "moe_router_norm_topk_prob",
     "moe_router_topk_scaling_factor",

@@ -42,6 +42,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "moe.moe_router_topk": (1, 10**5),
     "moe.moe_router_lr_scale": (0, None),
     "moe.moe_expert_lr_scale": (0, None),
+    "moe.moe_router_gumbel_scale": (0, None),
     "moe.moe_router_num_groups": (1, 10**5),
     "moe.moe_router_group_topk": (1, 10**5),
     "moe.moe_aux_loss_coeff": (0, None),
@@ -101,7 +102,7 @@ ABOVE_ZERO = (
     "btm.prior_decay",
     "btm.cluster_temperature",
 )
-BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2")
+BELOW_ONE = ("moe.moe_input_jitter_eps", "optimizer.adam_beta1", "optimizer.adam_beta2")
 
 # What this library decides of DeepSpeed's configuration, and the key (or the reason) that decides it.
 OWNED_KEYS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.config import AuxLossScope, Config, ScoreFunction
+from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction
 from tests.distributed.test_gradients import check
 from tests.tiny import change, tiny_moe_config
 
@@ -20,9 +20,18 @@ SIGMOID = {
     "moe__moe_router_pre_softmax": True,
     "moe__aux_loss_scope": AuxLossScope.sequence,
 }
+NO_LOSS = {"moe__moe_aux_loss_coeff": 0.0, "moe__moe_z_loss_coeff": 0.0, "moe__moe_router_pre_softmax": True}
 ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid": SIGMOID | {"moe__moe_router_topk_scaling_factor": 2.5},
     "groups": SIGMOID | {"moe__moe_router_num_groups": 2, "moe__moe_router_group_topk": 1},
+    "expert_choice": {
+        "moe__moe_router_type": RouterType.expert_choice,
+        "moe__moe_router_pre_softmax": True,
+        "moe__moe_expert_capacity_factor": 0.8,
+        "moe__moe_aux_loss_coeff": 0.0,
+    },
+    "hash": NO_LOSS | {"moe__moe_router_type": RouterType.hash},
+    "random": NO_LOSS | {"moe__moe_router_type": RouterType.random},
     "biases": SIGMOID | {"moe__moe_router_enable_expert_bias": True, "moe__moe_router_bias_update_rate": RATE},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

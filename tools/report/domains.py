@@ -68,21 +68,22 @@ def _count(model: GPT, eval_set: EvalSet, eod: int) -> np.ndarray:
             model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
         real_B = torch.from_numpy(batch.weight_B > 0).to(device)
         for row, layer in enumerate(layers):
-            ids_SBK = chosen[layer].view(-1, len(real_B), chosen[layer].shape[1])  # tokens in the order of [S, B]
-            counts_NE[row] += torch.bincount(ids_SBK[:, real_B].reshape(-1), minlength=num_experts).cpu().numpy()
+            chosen_SBE = chosen[layer].view(-1, len(real_B), num_experts)  # tokens in the order of [S, B]
+            counts_NE[row] += chosen_SBE[:, real_B].sum((0, 1)).cpu().numpy()
     return counts_NE
 
 
 @contextlib.contextmanager
 def _routing(model: GPT) -> Iterator[Mapping[int, torch.Tensor]]:
-    """Global layer -> ids_TK of the experts chosen in the forward pass made inside."""
+    """Global layer -> chosen_TE, the experts of each token, in the forward pass made inside."""
     from recipes.moe.layer import MoeLayer
 
     chosen: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Callable[..., None]:
         def hook(_module: object, _inputs: object, output: tuple) -> None:
-            _out_TH, _logits_TE, _probs_TE, chosen[layer], _dropped = output
+            _out_TH, routing = output
+            chosen[layer] = routing.chosen_TE
 
         return hook
 

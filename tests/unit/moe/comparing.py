@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from recipes.config import AuxLossScope, Config, ScoreFunction, TokenDropPolicy
+from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction, TokenDropPolicy
+from recipes.moe import controls
 from tests.distributed.test_gradients import worst
 from tests.unit.moe import oracle
 from tests.unit.moe.layers import build, gradients, random_weights
@@ -12,9 +13,16 @@ from tests.unit.moe.layers import build, gradients, random_weights
 BOUND = 1e-5
 
 
-def options_of(config: Config, bias_E: list[float]) -> oracle.Options:
+def options_of(config: Config, bias_E: list[float], tokens_BS: torch.Tensor) -> oracle.Options:
     """The description in the oracle's words."""
-    moe = config.moe
+    moe, assigned = config.moe, None
+    keys_T, topk, seed = tokens_BS.t().reshape(-1), moe.moe_router_topk, config.run.seed
+    if moe.moe_router_type is RouterType.hash:
+        table_VK = controls.hash_table(config.model.vocab_size, moe.num_moe_experts, topk, seed, layer=0)
+        assigned = [table_VK[key].tolist() for key in keys_T]
+    if moe.moe_router_type is RouterType.random:
+        keys_T = controls.prefix_keys(tokens_BS).t().reshape(-1)
+        assigned = controls.random_choice(keys_T, controls.salts(moe.num_moe_experts, seed, 0), topk).tolist()
     return oracle.Options(
         sigmoid=moe.moe_router_score_function is ScoreFunction.sigmoid,
         renormalise=moe.moe_router_norm_topk_prob,
@@ -22,18 +30,20 @@ def options_of(config: Config, bias_E: list[float]) -> oracle.Options:
         num_groups=moe.moe_router_num_groups or 1,
         group_topk=moe.moe_router_group_topk or 1,
         bias=bias_E if moe.moe_router_enable_expert_bias else None,
+        experts_choose=moe.moe_router_type is RouterType.expert_choice,
+        assigned=assigned,
     )
 
 
 def expected(
-    config: Config, x_SBH: torch.Tensor, weights: oracle.Weights, bias_E: list[float], training: bool
+    config: Config, x_SBH: torch.Tensor, weights: oracle.Weights, options: oracle.Options, training: bool
 ) -> oracle.Routed:
     """The oracle's answer."""
     moe = config.moe
     factor = moe.moe_expert_capacity_factor if training else moe.moe_eval_capacity_factor
     by_probability = moe.moe_token_drop_policy is TokenDropPolicy.probs
-    options = (moe.moe_router_topk, moe.moe_router_pre_softmax, factor, moe.moe_min_capacity, by_probability)
-    return oracle.moe_layer(x_SBH, weights, *options, options=options_of(config, bias_E))
+    settings = (moe.moe_router_topk, moe.moe_router_pre_softmax, factor, moe.moe_min_capacity, by_probability)
+    return oracle.moe_layer(x_SBH, weights, *settings, options=options)
 
 
 def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> torch.Tensor:
@@ -58,13 +68,16 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
     rows = len(layer.context.layers)
     layer.context.load({"previous_counts": [previous_E] * rows, "bias": [bias_E] * rows})
     shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden_size)
+    tokens_BS = torch.randint(0, config.model.vocab_size, shape[1::-1], generator=generator)
+    layer.context.begin(tokens_BS)
+    options = options_of(config, bias_E, tokens_BS)
     x_SBH, pull = (torch.randn(shape, generator=generator) for _ in range(2))
 
     x_SBH.requires_grad_()
     out, _ = layer(x_SBH)
     (out * pull).sum().backward()
     exact = {name: tensor.requires_grad_() for name, tensor in ({"x": x_SBH.detach().double()} | weights).items()}
-    routed = expected(config, exact["x"], exact, bias_E, training=True)
+    routed = expected(config, exact["x"], exact, options, training=True)
     ((routed.out_SBH * pull).sum() + auxiliary(config, routed, previous_E)).backward()
     wanted = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in exact.items()}
     found = gradients(layer, config) | {"x": x_SBH.grad}
@@ -74,12 +87,14 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
         if count == 0:
             assert not any(grad.any() for name, grad in found.items() if name.startswith(f"experts.{expert}."))
 
-    report = layer.context.report[0].tolist()
-    assert report[:-5] == routed.counts_E
-    assert report[-5] == len(routed.chosen) and report[-4] == sum(routed.counts_E) - len(routed.kept)
+    report, experts = layer.context.report[0].tolist(), config.moe.num_moe_experts
+    tokens, dropped, _, gates, *_ = report[experts:]
+    assert report[:experts] == routed.counts_E
+    assert tokens == len(routed.chosen) and dropped == sum(routed.counts_E) - len(routed.kept)
+    assert abs(gates - sum(gate.item() for row in routed.gates for gate in row)) < 1e-4 * max(1, gates)
     with torch.no_grad():
         evaluated = layer.eval()(x_SBH)[0]
-        wanted_out = expected(config, exact["x"], exact, bias_E, training=False).out_SBH
+        wanted_out = expected(config, exact["x"], exact, options, training=False).out_SBH
     assert worst({"out": evaluated}, {"out": wanted_out})[0] <= bound
     assert layer.context.report[0].tolist() == report  # evaluation is not counted
     return routed

@@ -26,6 +26,8 @@ class Options:
     num_groups: int = 1
     group_topk: int = 1
     bias: list[float] | None = None
+    experts_choose: bool = False
+    assigned: list[list[int]] | None = None  # of each token, with equal gates, in place of a router
 
 
 @dataclass
@@ -62,18 +64,28 @@ def moe_layer(
     """Output and routing; `factor` None: nothing is dropped."""
     options = options or Options()
     tokens = list(x_SBH.reshape(-1, x_SBH.shape[-1]))
-    experts = len(weights["router"])
-    all_logits, all_probs, chosen, gates = [], [], [], []
-    for x_H in tokens:
-        logits_E = torch.stack([(row_H * x_H).sum() for row_H in weights["router"]])
+    experts = len({name.split(".")[1] for name in weights if name.startswith("experts.")})
+    all_logits, all_probs, all_scores, chosen, gates = [], [], [], [], []
+    for t, x_H in enumerate(tokens):
+        logits_E = x_H.new_zeros(experts)
+        if options.assigned is None:
+            logits_E = torch.stack([(row_H * x_H).sum() for row_H in weights["router"]])
         scores_E, probs_E = scores_of(logits_E, options)
-        best = best_experts(logits_E, scores_E, topk, pre_softmax, options)
         all_logits.append(logits_E)
         all_probs.append(probs_E)
-        chosen.append(best)
-        gates.append(gates_of(scores_E, best, pre_softmax, options))
+        all_scores.append(scores_E)
+        if options.assigned is not None:
+            chosen.append(options.assigned[t])
+            gates.append([torch.tensor(1 / topk) for _ in range(topk)])
+        elif not options.experts_choose:
+            chosen.append(best_experts(logits_E, scores_E, topk, pre_softmax, options))
+            gates.append(gates_of(scores_E, chosen[t], pre_softmax, options))
     limit = len(tokens)
-    if factor is not None:
+    if options.experts_choose:
+        taken = capacity(len(tokens), topk, experts, 1.0 if factor is None else factor, minimum)
+        chosen = chosen_by_experts(all_scores, taken, x_SBH.shape[1])
+        gates = [[options.scaling * all_scores[t][expert] for expert in best] for t, best in enumerate(chosen)]
+    elif factor is not None:
         limit = capacity(len(tokens), topk, experts, factor, minimum)
     kept = fitting(chosen, [[gate.item() for gate in row] for row in gates], experts, limit, by_probability)
     outs = []
@@ -87,6 +99,16 @@ def moe_layer(
         outs.append(y_H)
     out_SBH = torch.stack(outs).view(x_SBH.shape)
     return Routed(out_SBH, torch.stack(all_logits), torch.stack(all_probs), gates, chosen, kept)
+
+
+def chosen_by_experts(scores: list[torch.Tensor], taken: int, batch: int) -> list[list[int]]:
+    """The experts that each token is taken by, best first: each expert takes `taken`, of equals those of the first sample."""
+    order = sorted(range(len(scores)), key=lambda t: (t % batch, t // batch))
+    found: list[list[int]] = [[] for _ in scores]
+    for expert in range(len(scores[0])):
+        for t in sorted(order, key=lambda t: -scores[t][expert].item())[:taken]:
+            found[t].append(expert)
+    return [sorted(experts, key=lambda expert: -scores[t][expert].item()) for t, experts in enumerate(found)]
 
 
 def scores_of(logits_E: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +169,8 @@ def fitting(
     """(token, choice) pairs of each expert's queue: all first choices before all second ones, or the largest gates."""
     kept: set[tuple[int, int]] = set()
     for expert in range(experts):
-        queue = [(k, t) for k in range(len(chosen[0])) for t, choices in enumerate(chosen) if choices[k] == expert]
+        widest = max(map(len, chosen))
+        queue = [(k, t) for k in range(widest) for t, made in enumerate(chosen) if made[k : k + 1] == [expert]]
         if by_probability:
             queue.sort(key=lambda place: -gates[place[1]][place[0]])
         kept |= {(t, k) for k, t in queue[:limit]}

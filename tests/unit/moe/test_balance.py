@@ -140,3 +140,18 @@ def test_biases_move_towards_the_mean_by_the_rate():
 def test_the_weight_of_a_loss_moves_from_start_to_end(step, expected):
     assert coefficient(0.1, 0.05, [10, 20], step) == pytest.approx(expected)
     assert coefficient(0.1, None, [10, 20], step) == coefficient(0.1, 0.05, None, step) == 0.1
+
+
+def test_choices_that_are_not_made_do_not_count():
+    """Of 2 x 4 positions of 3 sequences, each with up to two choices."""
+    torch.manual_seed(4)
+    probs_SBE = torch.softmax(torch.randn(8, 3, 4), 2)
+    ids_SBK = top_k(probs_SBE.view(24, 4), 2).view(8, 3, 2)
+    made_SBK = torch.stack((torch.ones(8, 3, dtype=torch.bool), torch.rand(8, 3) < 0.5), 2)
+    found = sequence_balance_part(probs_SBE, ids_SBK, 3, made_SBK=made_SBK)
+    expected = 0.0
+    for b in range(3):
+        counts = torch.bincount(ids_SBK[:, b][made_SBK[:, b]], minlength=4).tolist()
+        expected += oracle.balance(probs_SBE[:, b], counts) / 3
+    torch.testing.assert_close(found, expected)
+    assert abs(found - sequence_balance_part(probs_SBE, ids_SBK, 3)) > 1e-3

@@ -18,9 +18,15 @@ def test_load_metrics_by_hand():
     from recipes.moe.context import load_metrics
 
     counts_NE = torch.tensor([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    tokens_N, dropped_N = torch.tensor([4.0, 4.0]), torch.tensor([3.0, 1.0])
-    entropy_N = torch.tensor([4 * math.log(2), 4 * math.log(4)])
-    metrics = load_metrics(counts_NE, tokens_N, dropped_N, entropy_N)
+    sums = {
+        "tokens": torch.tensor([4.0, 4.0]),
+        "dropped": torch.tensor([3.0, 1.0]),
+        "entropy": torch.tensor([4 * math.log(2), 4 * math.log(4)]),
+        "gates": torch.tensor([4.0, 2.0]),
+    }
+    metrics = load_metrics(counts_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]))
+    assert metrics["moe/gate_mean"] == pytest.approx((4 / 8 + 2 / 8) / 2)
+    assert metrics["moe/routing_change"] == pytest.approx((0.5 * (0.375 + 0.125 + 0.25 + 0.25) + 0) / 2)
     assert metrics["moe/max_vio"] == pytest.approx((6 - 2) / 2)
     assert metrics["moe/drop_rate"] == pytest.approx(4 / 16)
     assert metrics["moe/router_entropy"] == pytest.approx((math.log(2) + math.log(4)) / 2)
@@ -112,6 +118,9 @@ def test_recorded_losses_are_means_over_layers_of_the_oracles():
     assert metrics["moe/tokens_per_expert"] == list(counts.values())
     assert sum(map(sum, counts.values())) == 3 * 2 * 2 * 4 * 16
     assert metrics["moe/drop_rate"] == 0
+    assert metrics["moe/gate_mean"] == pytest.approx(0.5)  # two that add up to 1
+    moved = [sum(abs(count / 256 - 0.25) for count in row) / 2 for row in counts.values()]
+    assert metrics["moe/routing_change"] == pytest.approx(sum(moved) / 3)  # from even loads
     assert model.moe.previous_NE.tolist() == list(counts.values())
     assert not model.moe.report.any()
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.config import Activation, AuxLossScope, Config, MoeBackend, ScoreFunction, TokenDropPolicy
+from recipes.config import Activation, AuxLossScope, Config, MoeBackend, RouterType, ScoreFunction, TokenDropPolicy
 from tests.ranks import forked
 from tests.unit.moe.comparing import compare
 from tests.unit.moe.layers import build, layer_config, pieces, random_weights
@@ -43,6 +43,34 @@ def test_scores_groups_and_biases():
         if grouped:
             moe.moe_router_num_groups, moe.moe_router_group_topk = 3, 1 + number % 2
         moe.aux_loss_scope = list(AuxLossScope)[number % 3]
+        compare(config, seed=number)
+
+
+@forked
+def test_experts_that_choose():
+    """Up to every token and down to one; a token may go to all experts or none."""
+    for number, (function, topk, factor, activation) in enumerate(
+        itertools.product(ScoreFunction, (1, 2, 4), (None, 0.2, 1.5), Activation)
+    ):
+        config = layer_config(moe__moe_router_type=RouterType.expert_choice, moe__moe_router_topk=topk)
+        moe = config.moe
+        moe.moe_router_pre_softmax, moe.moe_router_score_function = True, function
+        moe.moe_expert_capacity_factor, moe.moe_eval_capacity_factor = factor, 1.0 if number % 2 else None
+        moe.moe_router_topk_scaling_factor, config.model.activation = 2.0 if number % 3 == 0 else None, activation
+        moe.moe_aux_loss_coeff = 0.0
+        routed = compare(config, seed=number)
+        assert len(set(routed.counts_E)) == 1  # equally many each
+
+
+@forked
+def test_routing_without_a_router():
+    for number, (kind, topk, factor, shared) in enumerate(
+        itertools.product((RouterType.hash, RouterType.random), (1, 2), (None, 1.0), (None, 5))
+    ):
+        config = layer_config(moe__moe_router_type=kind, moe__moe_router_topk=topk, moe__moe_aux_loss_coeff=0.0)
+        config.moe.moe_expert_capacity_factor, config.moe.moe_z_loss_coeff = factor, 0.0
+        config.moe.moe_shared_expert_intermediate_size = shared
+        assert "router" not in random_weights(config)
         compare(config, seed=number)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.config import MoeConfig, ScoreFunction
-from recipes.moe.router import capacity, kept, route, router_logits, scores
+from recipes.config import MoeConfig, ScoreFunction, SecondExpert
+from recipes.moe.router import Routing, capacity, kept, route, router_logits, scores
 from tests.unit.moe import oracle
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
@@ -25,10 +27,10 @@ def described(
 
 @pytest.mark.parametrize(("pre_softmax", "expected"), [(True, [0.6439, 0.2369]), (False, [0.7311, 0.2689])])
 def test_gates_before_and_after_selection(pre_softmax, expected):
-    ids_TK, gates_TK, probs_TE = route(LOGITS, described(2, pre_softmax))
-    assert ids_TK.tolist() == [[0, 1]]
-    torch.testing.assert_close(gates_TK, torch.tensor([expected]), rtol=0, atol=5e-5)
-    torch.testing.assert_close(probs_TE, torch.softmax(LOGITS, 1))
+    found = route(LOGITS, described(2, pre_softmax))
+    assert found.ids_TK.tolist() == [[0, 1]]
+    torch.testing.assert_close(found.gates_TK, torch.tensor([expected]), rtol=0, atol=5e-5)
+    torch.testing.assert_close(found.probs_TE, torch.softmax(LOGITS, 1))
 
 
 def test_gates_of_sigmoids():
@@ -38,11 +40,11 @@ def test_gates_of_sigmoids():
         ({}, [0.5464, 0.4536]),
         ({"topk_scaling_factor": 2.5}, [1.3661, 1.1339]),
     ):
-        ids_TK, gates_TK, probs_TE = route(LOGITS, described(2, function=SIGMOID, **more))
-        assert ids_TK.tolist() == [[0, 1]]
-        torch.testing.assert_close(gates_TK, torch.tensor([expected]), rtol=0, atol=5e-5)
-        torch.testing.assert_close(probs_TE, torch.sigmoid(LOGITS) / torch.sigmoid(LOGITS).sum())
-    assert route(LOGITS, described(1, function=SIGMOID))[1].item() == pytest.approx(0.8808, abs=5e-5)
+        found = route(LOGITS, described(2, function=SIGMOID, **more))
+        assert found.ids_TK.tolist() == [[0, 1]]
+        torch.testing.assert_close(found.gates_TK, torch.tensor([expected]), rtol=0, atol=5e-5)
+        torch.testing.assert_close(found.probs_TE, torch.sigmoid(LOGITS) / torch.sigmoid(LOGITS).sum())
+    assert route(LOGITS, described(1, function=SIGMOID)).gates_TK.item() == pytest.approx(0.8808, abs=5e-5)
 
 
 @pytest.mark.parametrize("function", ScoreFunction)
@@ -50,28 +52,28 @@ def test_gates_of_sigmoids():
 def test_biases_change_choices_and_not_gates(function, pre_softmax):
     moe = described(2, pre_softmax or function is SIGMOID, function)
     bias_E = torch.tensor([0.0, -5.0, 0.0, 5.0])
-    ids_TK, gates_TK, probs_TE = route(LOGITS, moe, bias_E)
-    assert ids_TK.tolist() == [[3, 0]]
+    found = route(LOGITS, moe, bias_E)
+    assert found.ids_TK.tolist() == [[3, 0]]
     chosen = scores(LOGITS, function)[:, [3, 0]]
     if function is SIGMOID or not pre_softmax:
         chosen = chosen / chosen.sum()
-    torch.testing.assert_close(gates_TK, chosen)
-    torch.testing.assert_close(probs_TE, route(LOGITS, moe)[2])
+    torch.testing.assert_close(found.gates_TK, chosen)
+    torch.testing.assert_close(found.probs_TE, route(LOGITS, moe).probs_TE)
     for shift in (-3.0, 7.0):  # the same for all experts changes nothing
-        assert route(LOGITS, moe, bias_E + shift)[0].tolist() == [[3, 0]]
+        assert route(LOGITS, moe, bias_E + shift).ids_TK.tolist() == [[3, 0]]
 
 
 def test_only_the_best_groups_are_open():
     """Groups (0 1) (2 3) (4 5) of logits 5 -9 | 3 3 | 4 0. Of the two best per group the sums are -4 6 4."""
     logits = torch.tensor([[5.0, -9.0, 3.0, 3.1, 4.0, 0.0]])
-    chosen = lambda **more: route(logits, described(2, False, num_groups=3, **more))[0].tolist()  # noqa: E731
+    chosen = lambda **more: route(logits, described(2, False, num_groups=3, **more)).ids_TK.tolist()  # noqa: E731
     assert chosen(group_topk=1) == [[3, 2]]
     assert chosen(group_topk=2) == [[0, 4]]  # one expert per group decides
     assert chosen(group_topk=3) == [[0, 4]]
     four = described(4, False, num_groups=3, group_topk=2)
-    assert route(logits, four)[0].tolist() == [[4, 3, 2, 5]]
+    assert route(logits, four).ids_TK.tolist() == [[4, 3, 2, 5]]
     biased = route(logits, described(2, function=SIGMOID, num_groups=3, group_topk=1), -10 + torch.eye(6)[4])
-    assert biased[0].tolist() == [[4, 5]]  # closed groups stay closed although all sums are below zero
+    assert biased.ids_TK.tolist() == [[4, 5]]  # closed groups stay closed although all sums are below zero
 
 
 def test_scores_are_fp32_whatever_the_type_of_the_model():
@@ -81,15 +83,16 @@ def test_scores_are_fp32_whatever_the_type_of_the_model():
     assert torch.equal(x @ rows.t(), torch.ones(1, 2, dtype=torch.bfloat16))
     logits = router_logits(x, rows)
     assert logits.dtype == torch.float32 and logits.tolist() == [[1.0, 1.00390625]]
-    ids, gates, _ = route(logits, described(1))
-    assert ids.item() == 1 and gates.dtype == torch.float32
+    found = route(logits, described(1))
+    assert found.ids_TK.item() == 1 and found.gates_TK.dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", [-200.0, 200.0, -1e30])
 @pytest.mark.parametrize("moe", [described(2, False), described(2, function=SIGMOID)], ids=["softmax", "sigmoid"])
 def test_extreme_scores_give_finite_gates_and_gradients(moe, level):
     logits = torch.full((3, 4), level, requires_grad=True)
-    _, gates, probs = route(logits, moe)
+    found = route(logits, moe)
+    gates, probs = found.gates_TK, found.probs_TE
     torch.testing.assert_close(gates, torch.full((3, 2), 0.5))
     (gates.square().sum() + probs.square().sum()).backward()
     assert torch.isfinite(logits.grad).all()
@@ -111,13 +114,27 @@ def test_capacity(tokens, topk, experts, factor, minimum, expected):
     assert capacity(tokens, topk, experts, factor, minimum) == expected
 
 
-def test_who_is_turned_away():
+def kept_of(by_probability: bool, made_TK: torch.Tensor | None = None) -> list[list[bool]]:
+    """Choices 0 1 | 1 0 | 0 2 among three experts that take one token each."""
     ids_TK = torch.tensor([[0, 1], [1, 0], [0, 2]])
     gates_TK = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.9, 0.1]])
-    first_choices_first = kept(ids_TK, gates_TK, 3, limit=1, by_probability=False)
-    assert first_choices_first.tolist() == [[True, False], [True, False], [False, True]]
-    largest_first = kept(ids_TK, gates_TK, 3, limit=1, by_probability=True)
-    assert largest_first.tolist() == [[False, False], [True, False], [True, True]]
+    routing = Routing(torch.zeros(3, 3), torch.zeros(3, 3), ids_TK, gates_TK, made_TK)
+    routing = replace(routing, keep_TK=kept(routing, 1, by_probability))
+    used_TK = routing.used_TK
+    assert int(routing.dropped) == (6 if made_TK is None else int(made_TK.sum())) - int(used_TK.sum())
+    return used_TK.tolist()
+
+
+def test_who_is_turned_away():
+    assert kept_of(by_probability=False) == [[True, False], [True, False], [False, True]]
+    assert kept_of(by_probability=True) == [[False, False], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("by_probability", [True, False])
+def test_a_choice_that_is_not_made_takes_no_place(by_probability):
+    """Left are 1 | 0 | 0 2; the third token's first choice comes before the second token's second one."""
+    made_TK = torch.tensor([[False, True], [False, True], [True, True]])
+    assert kept_of(by_probability, made_TK) == [[False, True], [False, False], [True, True]]
 
 
 @given(data=st.data(), tokens=st.integers(1, 12), experts=st.integers(1, 9), seed=st.integers(0, 99))
@@ -128,8 +145,8 @@ def test_choices_and_queues_are_the_oracles(data, tokens, experts, seed):
     generator = torch.Generator().manual_seed(seed)
     x_TH, router = (torch.randn(n, 3, generator=generator) for n in (tokens, experts))
     router *= data.draw(st.sampled_from([0.1, 1.0, 30.0]))
-    ids_TK, gates_TK, _ = route(router_logits(x_TH, router), described(topk, pre_softmax))
-    keep_TK = kept(ids_TK, gates_TK, experts, limit, by_probability)
+    found = route(router_logits(x_TH, router), described(topk, pre_softmax))
+    ids_TK, gates_TK, keep_TK = found.ids_TK, found.gates_TK, kept(found, limit, by_probability)
     fitting = oracle.fitting(ids_TK.tolist(), gates_TK.tolist(), experts, limit, by_probability)
     assert {(t, k) for t, k in keep_TK.nonzero().tolist()} == fitting
     loads = torch.bincount(ids_TK[keep_TK], minlength=experts)
@@ -157,13 +174,15 @@ def test_scores_groups_biases_and_gates_are_the_oracles(data, tokens, per_group,
     )
     more = {"norm_topk_prob": options.renormalise, "topk_scaling_factor": options.scaling}
     grouped = {"num_groups": groups, "group_topk": chosen} if groups > 1 else {}
-    ids_TK, gates_TK, probs_TE = route(logits_TE, described(topk, pre_softmax, function, **more, **grouped), bias_E)
+    found = route(logits_TE, described(topk, pre_softmax, function, **more, **grouped), bias_E)
     for t, logits_E in enumerate(logits_TE):
         scores_E, probs_E = oracle.scores_of(logits_E, options)
         best = oracle.best_experts(logits_E, scores_E, topk, pre_softmax, options)
-        assert ids_TK[t].tolist() == best
-        torch.testing.assert_close(gates_TK[t], torch.stack(oracle.gates_of(scores_E, best, pre_softmax, options)))
-        torch.testing.assert_close(probs_TE[t], probs_E)
+        assert found.ids_TK[t].tolist() == best
+        torch.testing.assert_close(
+            found.gates_TK[t], torch.stack(oracle.gates_of(scores_E, best, pre_softmax, options))
+        )
+        torch.testing.assert_close(found.probs_TE[t], probs_E)
 
 
 def test_choices_are_those_of_megatron_core():
@@ -179,7 +198,7 @@ def test_choices_are_those_of_megatron_core():
         (6, 8, 3, SIGMOID, True, None),
     ):
         moe = described(topk, pre_softmax, function, num_groups=groups, group_topk=chosen, topk_scaling_factor=2.5)
-        ids_TK, gates_TK, _ = route(logits_TE, moe, bias)
+        found = route(logits_TE, moe, bias)
         theirs, _ = moe_utils.topk_routing_with_score_function(
             logits_TE,
             topk,
@@ -190,4 +209,42 @@ def test_choices_are_those_of_megatron_core():
             score_function=function.name,
             expert_bias=bias,
         )
-        torch.testing.assert_close(torch.zeros(64, 16).scatter_(1, ids_TK, gates_TK), theirs)
+        torch.testing.assert_close(torch.zeros(64, 16).scatter_(1, found.ids_TK, found.gates_TK), theirs)
+
+
+def test_a_second_expert_is_used_when_twice_its_part_exceeds_chance():
+    """Gates .7311 and .2689: twice the second is .5379."""
+    moe = described(2, False)
+    moe.moe_second_expert = SecondExpert.threshold
+    logits_TE = LOGITS.expand(3, 4)
+    found = route(logits_TE, moe, uniform_T=torch.tensor([0.0, 0.53, 0.54]))
+    assert found.made_TK.tolist() == [[True, True], [True, True], [True, False]]
+    assert found.counts_E.tolist() == [3, 2, 0, 0]
+    assert found.chosen_TE.tolist() == [[True, True, False, False]] * 2 + [[True, False, False, False]]
+    torch.testing.assert_close(found.gates_TK, route(logits_TE, moe).gates_TK)
+    raw = described(2, True)  # not renormalised: the same parts
+    raw.moe_second_expert = SecondExpert.threshold
+    assert torch.equal(route(logits_TE, raw, uniform_T=torch.tensor([0.0, 0.53, 0.54])).made_TK, found.made_TK)
+
+
+def gumbel(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return -torch.empty(shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
+
+
+def test_a_sampled_second_expert_comes_in_proportion_to_its_probability():
+    """Probabilities .6439 .2369 .0871 .0321: of the second, given the first, .6652 .2447 .0900."""
+    moe = described(2, False)
+    moe.moe_second_expert = SecondExpert.sampled
+    found = route(LOGITS.expand(40000, 4), moe, noise_TE=gumbel((40000, 4), 0))
+    assert found.ids_TK[:, 0].unique().tolist() == [0]  # the first is never drawn
+    share_E = torch.bincount(found.ids_TK[:, 1], minlength=4) / 40000
+    torch.testing.assert_close(share_E, torch.tensor([0.0, 0.6652, 0.2447, 0.0900]), rtol=0, atol=0.01)
+    chosen_TK = LOGITS.expand(40000, 4).gather(1, found.ids_TK)
+    torch.testing.assert_close(found.gates_TK, torch.softmax(chosen_TK, 1))  # of the logits without noise
+
+
+def test_gumbel_noise_draws_experts_in_proportion_to_their_probability():
+    found = route(LOGITS.expand(40000, 4), described(1), noise_TE=gumbel((40000, 4), 1))
+    share_E = torch.bincount(found.ids_TK[:, 0], minlength=4) / 40000
+    torch.testing.assert_close(share_E, torch.softmax(LOGITS[0], 0), rtol=0, atol=0.01)
+    torch.testing.assert_close(found.gates_TK, found.probs_TE.gather(1, found.ids_TK))

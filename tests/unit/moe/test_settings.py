@@ -6,17 +6,24 @@ from typing import Any
 
 import pytest
 
-from recipes.config import Config, MoeBackend, ScoreFunction
+from recipes.config import Config, MoeBackend, RouterType, ScoreFunction, SecondExpert, TokenDropPolicy
 from recipes.validation.experts import check_experts
 from recipes.validation.limits import check_ranges
 
 SIGMOID = {"moe_router_score_function": ScoreFunction.sigmoid}
+CHOICE = {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0}
+HASH = {"moe_router_type": RouterType.hash, "moe_aux_loss_coeff": 0.0}
+SAMPLED = {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 NOT_DEEPSPEED = [
     SIGMOID,
     {"moe_router_norm_topk_prob": False},
     {"moe_router_topk_scaling_factor": 2.5},
     {"moe_router_enable_expert_bias": True},
+    {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0},
+    {"moe_input_jitter_eps": 0.1},
+    {"moe_router_gumbel_scale": 1.0},
+    {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2, "moe_router_pre_softmax": False},
 ]
 
 
@@ -62,6 +69,32 @@ def found(config: Config) -> list[str]:
         ),
         ({"moe_loss_coeff_ramp": [9], "moe_z_loss_coeff_end": 0.1}, ["ramp=[9]", "0 <= first < last"]),
         ({"moe_aux_loss_coeff_end": 0.1}, ["moe_aux_loss_coeff_end=0.1", "ramp=null", "[first,last]"]),
+        (CHOICE | {"moe_aux_loss_coeff": 0.1}, ["aux_loss_coeff=0.1", "expert_choice", "as many", "=0.0"]),
+        (CHOICE | {"moe_router_norm_topk_prob": True, "moe_router_topk": 2}, ["norm_topk_prob=true", "choice", "null"]),
+        (CHOICE | {"moe_router_enable_expert_bias": True}, ["enable_expert_bias=true", "choice", "=false"]),
+        (CHOICE | {"moe_token_drop_policy": TokenDropPolicy.position}, ["drop_policy=position", "choice", "probs"]),
+        (HASH | {"moe_aux_loss_coeff": 0.1}, ["aux_loss_coeff=0.1", "type=hash", "no router", "=0.0"]),
+        (HASH | {"moe_z_loss_coeff": 0.1}, ["z_loss_coeff=0.1", "type=hash", "no router", "=0.0"]),
+        (
+            HASH | {"moe_aux_loss_coeff_end": 0.1, "moe_loss_coeff_ramp": [0, 9]},
+            ["aux_loss_coeff_end=0.1", "type=hash", "=null"],
+        ),
+        (HASH | {"moe_router_lr_scale": 0.1}, ["lr_scale=0.1", "type=hash", "table", "=1.0"]),
+        (HASH | SIGMOID, ["score_function=sigmoid", "type=hash", "softmax"]),
+        (HASH | {"moe_router_type": RouterType.random, "moe_input_jitter_eps": 0.1}, ["jitter_eps=0.1", "chance", "null"]),
+        ({"moe_input_jitter_eps": 1.0}, ["jitter_eps=1.0", "below 1"]),
+        ({"moe_router_gumbel_scale": -1.0}, ["gumbel_scale=-1.0", "at least 0"]),
+        (SAMPLED | {"moe_router_topk": 1}, ["second_expert=sampled", "topk=1", "topk=2", "best"]),
+        (SAMPLED | {"moe_router_gumbel_scale": 1.0}, ["sampled", "gumbel_scale=1.0", "two ways", "gumbel_scale=0.0"]),
+        (SAMPLED | SIGMOID, ["second_expert=sampled", "score_function=sigmoid", "softmax", "best"]),
+        (
+            {"moe_router_gumbel_scale": 1.0, "moe_router_enable_expert_bias": True},
+            ["gumbel_scale=1.0", "enable_expert_bias=true", "=0.0", "=false"],
+        ),
+        (
+            SAMPLED | GROUPS | {"moe_router_topk": 2},
+            ["second_expert=sampled", "num_groups=4", "without groups", "null"],
+        ),
         *(({"backend": MoeBackend.deepspeed} | more, ["backend=deepspeed", "grouped", next(iter(more))])
           for more in NOT_DEEPSPEED),
     ],
@@ -86,6 +119,13 @@ def test_each_problem_is_one_message_with_a_way_out(changes, expected):
         {"moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.0},
         {"moe_loss_coeff_ramp": [0, 9], "moe_aux_loss_coeff_end": 0.0, "moe_z_loss_coeff_end": 0.1},
         {"moe_loss_coeff_ramp": [0, 9], "moe_z_loss_coeff_end": 0.1, "backend": MoeBackend.deepspeed},
+        CHOICE | {"moe_expert_capacity_factor": 1.5, "moe_min_capacity": 2, "moe_z_loss_coeff": 0.1},
+        CHOICE | SIGMOID | {"moe_min_capacity": 2, "moe_router_topk_scaling_factor": 2.0, "moe_input_jitter_eps": 0.1},
+        HASH | {"moe_router_topk": 8, "moe_expert_capacity_factor": 1.5},
+        HASH | {"moe_router_type": RouterType.random},
+        SAMPLED,
+        SAMPLED | {"moe_second_expert": SecondExpert.threshold, "moe_router_pre_softmax": False},
+        {"moe_router_gumbel_scale": 0.5, "moe_router_topk": 3, "moe_input_jitter_eps": 0.0},
     ],
     ids=str,
 )

@@ -1,0 +1,70 @@
+"""Shipped recipes with experts: the published coefficients, and experiments of the compute of their dense control."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction, SecondExpert, to_plain
+from recipes.plan.size import flops_per_token
+from recipes.pretrain import compose
+
+EXPERIMENTS = (
+    "switch_paper_8e",
+    "gshard_8e",
+    "st_moe_8e",
+    "deepseek_v3_32e",
+    "olmoe_32e",
+    "expert_choice_8e",
+    "hash_8e",
+    "random_8e",
+)
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    return compose([*overrides, "model.vocab_size=4096"])
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (
+            "switch_paper",
+            {"moe_aux_loss_coeff": 1e-2, "moe_input_jitter_eps": 1e-2, "moe_expert_capacity_factor": 1.25},
+        ),
+        ("gshard", {"moe_second_expert": SecondExpert.threshold, "moe_router_pre_softmax": False}),
+        ("st_moe", {"moe_z_loss_coeff": 1e-3, "moe_aux_loss_coeff": 1e-2, "moe_router_topk": 2}),
+        (
+            "deepseek_v3",
+            {
+                "moe_router_score_function": ScoreFunction.sigmoid,
+                "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update_rate": 1e-3,
+                "aux_loss_scope": AuxLossScope.sequence,
+                "moe_aux_loss_coeff": 1e-4,
+                "moe_router_topk_scaling_factor": 2.5,
+            },
+        ),
+        ("olmoe_1b_7b", {"moe_aux_loss_coeff": 1e-2 / 16, "moe_z_loss_coeff": 1e-3}),
+        ("expert_choice", {"moe_router_type": RouterType.expert_choice}),
+    ],
+)
+def test_coefficients_are_the_published_ones(option, expected):
+    moe = composed(f"moe={option}").moe
+    assert {key: getattr(moe, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_differs_from_its_control_in_its_experts_and_not_in_compute(name):
+    dense, sparse = composed("experiment=dense"), composed(f"experiment={name}")
+    differences = [key for key in flat(dense) if flat(dense)[key] != flat(sparse)[key]]
+    assert {key for key in differences if not key.startswith("moe.")} == {"run.name"}
+    assert sparse.run.name == name
+    assert flops_per_token(sparse) / flops_per_token(dense) == pytest.approx(1.0, abs=0.01)
+
+
+def flat(config: Config) -> dict[str, Any]:
+    return {f"{group}.{key}": value for group, keys in to_plain(config).items() for key, value in keys.items()}
