@@ -37,6 +37,7 @@ from recipes.btm.average import Average, check_alike, fresh_trainer, write
 from recipes.btm.mix import Mix
 from recipes.btm.mixing import as_mix, mix_cost, mix_moe
 from recipes.btm.pool import Job, command, run_jobs
+from recipes.btm.show import job_bars
 from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
@@ -179,15 +180,17 @@ class Pipeline:
 
         if mine:
             self.say(f"training {', '.join(by_name)}: {min(len(mine), self.config.btm.workers)} at once")
-            run_jobs(
-                [self._job(arm, len(mine)) for arm in mine], self._workers, self.config.btm.retries, done, self.say
-            )
+            jobs = [self._job(arm, len(mine)) for arm in mine]
+            with job_bars({arm.name: self._steps(arm) for arm in mine}) as look:
+                run_jobs(jobs, self.config.btm.workers, self.config.btm.retries, done, self.say, look)
         if (others := [arm.name for arm in todo if arm not in mine]) and self._later_than(stage):
             raise ValueError(f"{', '.join(others)}: not trained yet; run them, then the later stages (btm.only={only})")
 
-    @property
-    def _workers(self) -> int:
-        return self.config.btm.workers
+    def _steps(self, arm: Arm) -> tuple[Path, int, int]:
+        """Run folder, step that it starts after, and last step of an arm."""
+        ends = self.arms.amounts
+        first = {"seed": 0, "mix": ends.branches}.get(arm.name, ends.seed)
+        return self.folder / arm.path, first, arm.settings["train.steps"]
 
     def _later_than(self, stage: BtmStage) -> bool:
         order = list(BtmStage)

@@ -1,13 +1,17 @@
 """Results of an evaluation -> a table on the terminal, and two pictures: branches by domains, and who is believed along a text.
+Before that, bars of the training.
 
 Colours are those of Okabe and Ito (2008), "Color Universal Design"; beyond eight branches a colour map goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +19,10 @@ import torch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.progress import TaskID
     from rich.table import Table
+
+    from recipes.btm.pool import Job
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")
 _DOTS_PER_INCH = 130
@@ -23,6 +30,36 @@ _STYLE: dict[Any, Any] = {"axes.titlesize": 11, "axes.titlelocation": "left", "f
 _MOST_CELLS = 16  # branches or domains with their numbers written into the matrix
 _TICKS = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10, 100)  # of ratios
 _COLUMNS = 4  # of small pictures
+
+
+@contextlib.contextmanager
+def job_bars(steps: Mapping[str, tuple[Path, int, int]]) -> Iterator[Callable[[Sequence[Job]], None]]:
+    """Bars of running jobs on a terminal. `steps`: run folder, first and last step of each. Yields what looks at them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def look(running: Sequence[Job]) -> None:
+            for job in running if console.is_terminal else ():
+                folder, first, last = steps[job.name]
+                if job.name not in tasks:
+                    tasks[job.name] = progress.add_task(job.name, total=last - first)
+                progress.update(tasks[job.name], completed=max(0, _last_step(folder / "metrics.jsonl") - first))
+
+        yield look
+
+
+def _last_step(metrics: Path) -> int:
+    """The step of the last complete line of a run's metrics, 0 before the first."""
+    with contextlib.suppress(OSError), metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 4096))
+        found = re.findall(rb'^\{"step": (\d+)', file.read(), re.MULTILINE)
+        return int(found[-1]) if found else 0
+    return 0
 
 
 def rows(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
