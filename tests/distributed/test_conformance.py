@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -59,9 +59,9 @@ def layout(name, zero=None, backend=MoeBackend.grouped, accumulation=1):
 def test_six_layouts_of_four_ranks_are_equal_to_one_process(conformance):
     code, rows = conformance("top2_8e", 4)
     assert code == 0 and len(rows) == 6
-    assert all(row["ok"] and row["grad_err"] > 0 and row["sgd_err"] > 0 and row["adamw_err"] > 0 for row in rows)
+    assert all(row["ok"] and row["sgd_err"] > 0 and row["adamw_err"] > 0 for row in rows)
     assert {row["zero"] for row in rows} == {0, 1, 2} and {row["backend"] for row in rows} == {"grouped", "deepspeed"}
-    assert {row["layout"].split()[0] for row in rows} == {"tp1", "tp2", "tp4"}
+    assert {"tp1", "tp2", "tp4", "pp2", "pp4", "sp"} <= {word for row in rows for word in row["layout"].split()}
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,12 @@ def test_a_layout_that_raises_or_hangs_is_a_row_and_the_sweep_goes_on(conformanc
     assert "planted fault" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_leaves_no_process(tmp_path, number):
+def test_an_interrupted_sweep_leaves_no_process(tmp_path):
     words = ["experiment=dense", "--world-size", "2", "--layouts", "all"]
     job = LaunchedJob([sys.executable, "-m", "tools.conformance", *words], tmp_path)
     with running(job):
-        wait_until(lambda: "1 of 18" in job.output(), 50, job)
-        job.send(number)
-        assert job.wait(10) == 128 + number
-        deadline = time.monotonic() + 5
-        while job.left() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not job.left()
+        wait_until(lambda: "\n1 of " in job.output(), 50, job)
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: every process of the job receives it
+        assert job.wait(10) == 128 + signal.SIGINT
+        wait_until(lambda: not job.left(), 5, job)
+        assert "Traceback" not in job.output()

@@ -128,12 +128,12 @@ def compare(ranks: Sequence[Measured], expected: Reference) -> Errors:
     furthest = max((rank.norm for rank in ranks), key=lambda norm: abs(norm - expected.norm))
     found["norm_err"] = Worst(norm, explain_norm(furthest, expected.gradients))
     found["replica_err"] = max(replica_error(boxes) for boxes in copies)
+    flips = route_flips((part for rank in ranks for part in rank.routes), expected.routes)
     aux = [relative((rank.aux[key] for rank in ranks), value) for key, value in expected.aux.items()]
-    aux += [math.inf for rank in ranks if rank.experts != expected.experts]
     return Errors(
         loss_err=relative((rank.lm_loss for rank in ranks), expected.lm_loss),
         aux_err=max(aux, default=0.0),
-        route_flips=route_flips((part for rank in ranks for part in rank.routes), expected.routes),
+        route_flips=flips + max(unlike(rank.experts, expected.experts) for rank in ranks),
         worst_tensor=_worst_tensor(found),
         **{name: worst.error for name, worst in found.items()},
     )
@@ -241,3 +241,8 @@ def route_flips(found: Iterable[Routed], expected: Mapping[int, np.ndarray]) -> 
         right[part.layer][where] |= same_BS
         wrong[part.layer][where] |= ~same_BS
     return sum(int((wrong[layer] | ~right[layer]).sum()) for layer in expected)
+
+
+def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> int:
+    """Counts and biases of experts that are not exactly those expected."""
+    return sum(int(np.not_equal(found[key], value).sum()) for key, value in expected.items())

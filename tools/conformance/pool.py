@@ -142,6 +142,7 @@ def _serve(pipe: Any, rank: int, size: int, plant: str | None, stack: str) -> No
     """One rank: do jobs until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; ours is killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    importlib.import_module(_WORKER)  # before the first job, which has a time limit
     with open(stack, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)  # also when the process waits inside a library
         while True:

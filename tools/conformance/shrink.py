@@ -19,6 +19,7 @@ from recipes.config import (
     ParallelConfig,
     Precision,
     RunConfig,
+    SecondExpert,
     TransformerImpl,
     to_plain,
 )
@@ -96,6 +97,8 @@ def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
         moe.moe_shared_expert_intermediate_size = shared
     moe.moe_expert_capacity_factor = moe.moe_eval_capacity_factor = None
     moe.moe_min_capacity, moe.moe_token_drop_policy = MoeConfig().moe_min_capacity, MoeConfig().moe_token_drop_policy
+    moe.moe_input_jitter_eps, moe.moe_router_gumbel_scale = None, 0.0  # nothing at random
+    moe.moe_second_expert = SecondExpert.best
     if moe.moe_aux_loss_coeff:
         moe.moe_aux_loss_coeff = max(moe.moe_aux_loss_coeff, AUX_LOSS)
     if moe.moe_z_loss_coeff:
