@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction
-from tests.distributed.test_gradients import check
+from recipes.config import AuxLossScope, Config, Recompute, RouterType, ScoreFunction, SecondExpert
+from tests.distributed.test_gradients import check, merged
 from tests.tiny import change, tiny_moe_config
 
 pytestmark = pytest.mark.distributed
@@ -34,17 +34,25 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "random": NO_LOSS | {"moe__moe_router_type": RouterType.random},
     "biases": SIGMOID | {"moe__moe_router_enable_expert_bias": True, "moe__moe_router_bias_update_rate": RATE},
 }
+NOISE: dict[str, dict[str, Any]] = {
+    "jitter": {"moe__moe_input_jitter_eps": 0.5},
+    "gumbel": {"moe__moe_router_gumbel_scale": 1.0},
+    "sampled": {"moe__moe_second_expert": SecondExpert.sampled},
+    "threshold": {"moe__moe_second_expert": SecondExpert.threshold, "moe__moe_input_jitter_eps": 0.5},
+}
+TP2 = {"parallel__tensor_model_parallel_size": 2, "parallel__expert_tensor_parallel_size": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__expert_model_parallel_size": 2},
-    "tp2-sp": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
-    "tp2-etp2": {"parallel__tensor_model_parallel_size": 2, "parallel__expert_tensor_parallel_size": 2},
+    "tp2-sp": TP2 | {"parallel__sequence_parallel": True},
+    "tp2-ep2": TP2 | {"parallel__expert_model_parallel_size": 2},
+    "tp2-etp2": TP2 | {"parallel__expert_tensor_parallel_size": 2},
 }
 
 
 def config_of(router: str, layout: str, **changes: Any) -> Config:
     """Two micro-batches per step."""
     tensor = LAYOUTS[layout].get("parallel__tensor_model_parallel_size", 1)
-    changes = ROUTERS[router] | LAYOUTS[layout] | changes
+    changes = (ROUTERS | NOISE)[router] | LAYOUTS[layout] | changes
     return tiny_moe_config(train__micro_batch_size=4 if tensor == 2 else 2, zero__stage=1, **changes)
 
 
@@ -149,3 +157,127 @@ def opened_biases(rank: int, world_size: int, folder: str) -> Any:
         os.environ.pop(name, None)
     model, *_ = open_model(Path(folder))
     return copy.deepcopy(model.moe.bias_NE.tolist())
+
+
+def test_routers_find_their_tokens_again_in_a_pipeline_that_recomputes(run_ranks):
+    """The backward pass of a micro-batch comes after the forward pass of the next one."""
+    cases = []
+    for router in ("hash", "random", "expert_choice"):
+        config = tiny_moe_config(train__micro_batch_size=2, model__num_layers=3, zero__stage=1, **ROUTERS[router])
+        config.parallel.pipeline_model_parallel_size = 2
+        config.model.recompute_granularity = Recompute.full
+        cases.append({"config": config})
+    check(run_ranks("gradient_cases", 2, cases), bound=2e-5)
+
+
+def seeded_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`gradient_cases` with the generators in the same state before each model is computed."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    from tests.distributed import workers
+
+    for name in ("engine_step", "reference"):
+        function = getattr(workers, name)
+
+        def seeded(*arguments: Any, function=function) -> Any:
+            tensor_parallel.model_parallel_cuda_manual_seed(3)
+            torch.manual_seed(3)
+            return function(*arguments)
+
+        setattr(workers, name, seeded)
+    return workers.gradient_cases(rank, world_size, cases)
+
+
+def test_ranks_that_route_the_same_tokens_draw_the_same(run_ranks):
+    """Each has a part of every expert: together they are the one process, noise and all."""
+    cases = [{"config": config_of(router, "tp2-etp2")} for router in NOISE]
+    check(run_ranks(f"{HERE}:seeded_cases", 2, cases), bound=2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_run_draws_what_the_first_did(run_ranks, layout):
+    cases = [{"config": config_of(router, layout)} for router in NOISE]
+    first, again = (run_ranks("gradient_cases", 2, cases) for _ in range(2))
+    for number, router in enumerate(NOISE):
+        one, two = (merged(results, number, "grads") for results in (first, again))  # replicas must be equal
+        assert all((one[name] == two[name]).all() for name in one), router
+        counts = [results[0][number]["moe"]["moe/tokens_per_expert"] for results in (first, again)]
+        assert counts[0] == counts[1]
+        assert (sum(counts[0][0]) < 2 * 8 * 16) == (router == "threshold")
+
+
+def test_ranks_that_route_other_tokens_draw_other_numbers(run_ranks):
+    draws = run_ranks(f"{HERE}:drawn_noise", 2, config_of("jitter", "tp2-sp"))
+    assert draws[0] != draws[1]
+    draws = run_ranks(f"{HERE}:drawn_noise", 2, config_of("jitter", "ep2"))
+    assert draws[0] != draws[1]
+
+
+def drawn_noise(rank: int, world_size: int, config: Config) -> list[float]:
+    """The first jitter of a run."""
+    import torch
+
+    from recipes.groups import enter
+    from recipes.launcher import rank_environment
+    from recipes.moe.context import MoeContext
+    from recipes.moe.routing import Router
+    from recipes.topology import layout_of
+    from recipes.train.job import start_process
+
+    start_process(config, rank_environment(os.environ))
+    router = Router(config, MoeContext(config, enter(layout_of(config, world_size))), 0)
+    return router._jittered(torch.ones(1, 4)).tolist()[0]
+
+
+def noisy_steps(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
+    """Gradients and counts of each description with generators in the same state."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    from recipes.launcher import rank_environment
+    from recipes.model.gpt import GPT, registry
+    from recipes.train.job import start_process
+    from tests.distributed.workers import tiny_tokens
+
+    start_process(configs[0], rank_environment(os.environ))
+    results = []
+    for config in configs:
+        torch.manual_seed(3)
+        tensor_parallel.model_parallel_cuda_manual_seed(3)
+        model, tokens = GPT(config), tiny_tokens(config)
+        (model(tokens[:, :-1], tokens[:, 1:].contiguous()).sum() / 100).backward()
+        grads = {p.name: p.read(e.parameter.grad).clone() for e in registry(model, config) for p in e.pieces}
+        results.append({"grads": grads, "moe": model.moe.finish_step()})
+    return results
+
+
+@pytest.mark.parametrize("router", NOISE)
+def test_recomputation_draws_the_same_noise(run_ranks, router):
+    configs = []
+    for granularity in (None, Recompute.selective, Recompute.full):
+        config = tiny_moe_config(model__hidden_dropout=0.2, model__num_layers=3, **NOISE[router])
+        config.model.recompute_granularity, config.model.recompute_modules = granularity, ["moe"]
+        configs.append(config)
+    configs.append(tiny_moe_config(model__hidden_dropout=0.2, model__num_layers=3))
+    plain, *others, quiet = run_ranks(f"{HERE}:noisy_steps", 1, configs)[0]
+    for other in others:
+        assert other["moe"] == plain["moe"]
+        for name, grad in plain["grads"].items():
+            assert (other["grads"][name] == grad).all(), name
+    assert quiet["moe"] != plain["moe"], "no noise reached the choice"
+
+
+@pytest.mark.parametrize(("router", "tensor"), [("threshold", 1), ("gumbel", 2)])
+def test_noisy_runs_resume_bit_for_bit(run_ranks, tiny_data, tmp_path, router, tensor):
+    """With dropout, as an uninterrupted run: weights, moments, generators, counts."""
+    from tests.distributed.test_moe_resume import different, interrupt, moe_training_config, router_state
+
+    config = moe_training_config(tiny_data, tmp_path / "straight", tensor_parallel=tensor)
+    change(config, NOISE[router])
+    assert config.model.hidden_dropout > 0
+    config.schedule.lr_decay_steps = 10
+    run_ranks("run_job", 2, config)
+    resumed = interrupt(run_ranks, config, tmp_path / "resumed")
+    assert not different(tmp_path / "straight", resumed)
+    assert router_state(tmp_path / "straight", 10) == router_state(resumed, 10)
