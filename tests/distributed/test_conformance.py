@@ -9,10 +9,13 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 
 from recipes.config import MoeBackend
 from tests.distributed.launching import LaunchedJob, running, wait_until
+from tests.ranks import forked
+from tests.tiny import tiny_config
 from tools.conformance import sweep
 from tools.conformance.__main__ import main
 
@@ -62,6 +65,19 @@ def test_six_layouts_of_four_ranks_are_equal_to_one_process(conformance):
     assert all(row["ok"] and row["sgd_err"] > 0 and row["adamw_err"] > 0 for row in rows)
     assert {row["zero"] for row in rows} == {0, 1, 2} and {row["backend"] for row in rows} == {"grouped", "deepspeed"}
     assert {"tp1", "tp2", "tp4", "pp2", "pp4", "sp"} <= {word for row in rows for word in row["layout"].split()}
+
+
+@forked
+def test_no_two_documents_of_a_batch_begin_alike():
+    from tools.conformance.worker import EOD, batch
+
+    config = tiny_config()
+    ids_BS1 = batch(config, 0)
+    documents = [part for row in ids_BS1 for part in np.split(row, np.flatnonzero(row == EOD) + 1) if len(part)]
+    assert len(documents) > 1.5 * len(ids_BS1) and 0 <= ids_BS1.min() and ids_BS1.max() < config.model.vocab_size
+    begins = [part[0] for part in documents]
+    assert EOD not in begins and len(set(begins)) == len(begins)
+    assert np.array_equal(ids_BS1, batch(config, 0)) and not np.array_equal(ids_BS1, batch(config, 1))
 
 
 @pytest.mark.parametrize(

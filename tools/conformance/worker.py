@@ -46,14 +46,29 @@ AUX = ("load_balancing_loss", "z_loss")
 
 
 def micro_batches(config: Config, step: int, accumulation: int, index: int, size: int) -> list[dict[str, torch.Tensor]]:
-    """The inputs of data-parallel rank `index` of `size` at a step: its rows of a batch of random ids."""
-    train, model = config.train, config.model
-    shape = (train.global_batch_size, model.seq_length + 1)
-    generator = np.random.default_rng([config.run.seed, step])
-    ids_BS1 = generator.integers(1, model.vocab_size, shape)
-    ids_BS1[generator.random(shape) < 1 / 8] = EOD
-    rows = step_indices(0, train.micro_batch_size, accumulation, index, size)
+    """The inputs of data-parallel rank `index` of `size` at a step: its rows of the batch."""
+    ids_BS1 = batch(config, step)
+    rows = step_indices(0, config.train.micro_batch_size, accumulation, index, size)
     return [model_inputs(ids_BS1[row], EOD, config.data, collectives.device()) for row in rows]
+
+
+def batch(config: Config, step: int) -> np.ndarray:
+    """Random ids [B, S + 1] of several documents per sample.
+
+    As far as there are ids, no two documents begin alike: equal tokens, when experts choose tokens, would be chosen by rounding.
+    """
+    shape = (config.train.global_batch_size, config.model.seq_length + 1)
+    random = np.random.default_rng([config.run.seed, step])
+    ids = 1 + random.permutation(config.model.vocab_size - 1)
+    ids_BS1 = random.choice(ids, shape)
+    ends = random.random(shape) < 1 / 8
+    ends[:, 0] = False
+    ends[:, 1:] &= ~ends[:, :-1]
+    begins = np.roll(ends, 1, axis=1)
+    begins[:, 0] = True
+    ids_BS1[begins] = np.resize(ids, begins.sum())
+    ids_BS1[ends] = EOD
+    return ids_BS1
 
 
 class Recorder:
@@ -201,15 +216,16 @@ def _same_routes(one: Recorder, other: Recorder) -> bool:
 
 
 class _Plain:
-    """The model on one process with plain autograd, its weights changed at random by `nudge` of their size."""
+    """The model on one process with plain autograd; embedded tokens are changed at random by `nudge` of their size."""
 
     def __init__(self, config: Config, accumulation: int, nudge: float = 0.0):
         self.config, self.accumulation = config, accumulation
         self.model, self.entries = build(config, Layout(1))
-        generator = torch.Generator().manual_seed(config.run.seed)
-        for entry in self.entries:
-            noise = torch.randn(entry.parameter.shape, generator=generator)
-            entry.parameter.data *= 1 + nudge * noise
+        if nudge:
+            generator = torch.Generator().manual_seed(config.run.seed)
+            self.model.embedding.register_forward_hook(
+                lambda _, __, x: x * (1 + nudge * torch.randn(x.shape, generator=generator))
+            )
         rows = step_indices(0, config.train.micro_batch_size, accumulation)
         self.recorder = Recorder(self.model, rows, steps=STEPS)
 
