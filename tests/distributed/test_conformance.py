@@ -74,7 +74,7 @@ def test_no_two_documents_of_a_batch_begin_alike():
     config = tiny_config()
     ids_BS1 = batch(config, 0)
     documents = [part for row in ids_BS1 for part in np.split(row, np.flatnonzero(row == EOD) + 1) if len(part)]
-    assert len(documents) > 1.5 * len(ids_BS1) and 0 <= ids_BS1.min() and ids_BS1.max() < config.model.vocab_size
+    assert len(documents) > 1.5 * len(ids_BS1) and ids_BS1.min() >= 0 and ids_BS1.max() < config.model.vocab_size
     begins = [part[0] for part in documents]
     assert EOD not in begins and len(set(begins)) == len(begins)
     assert np.array_equal(ids_BS1, batch(config, 0)) and not np.array_equal(ids_BS1, batch(config, 1))
