@@ -3,7 +3,8 @@
 L local experts, R rows sorted by expert, H hidden, F expert width, G = 2F for gated experts (gate rows, then up rows), else F.
 
 Indexing `w1[e]` inside autograd would write a gradient of the whole stack per expert; here each expert's matrix product goes
-straight into its slice of one gradient buffer.
+straight into its slice of one gradient. Rows pass both layers of their expert while they are in the cache. Of the activations
+only the input and what the first matrices make of it are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from recipes.moe.recycled import recycler
+
+_CACHE_BYTES = 4 << 20  # matrices up to this size are read ahead
 
 
 def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -20,15 +25,17 @@ def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
     return F.silu(gate_RF) * up_RF
 
 
-def _activate_backward(grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
+def _activate_backward(grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activations once more, and the gradient of `h_RG` from theirs."""
     if not gated:
-        return torch.ops.aten.gelu_backward(grad_RF, h_RG)
+        return F.gelu(h_RG), torch.ops.aten.gelu_backward(grad_RF, h_RG)
     gate_RF, up_RF = h_RG.chunk(2, dim=-1)
+    silu_RF = F.silu(gate_RF)
     grad_RG = torch.empty_like(h_RG)
-    grad_gate, grad_up = grad_RG.chunk(2, dim=1)
-    torch.mul(grad_RF, F.silu(gate_RF), out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad_RF * up_RF, gate_RF))
-    return grad_RG
+    grad_gate_RF, grad_up_RF = grad_RG.chunk(2, dim=-1)
+    torch.mul(grad_RF, silu_RF, out=grad_up_RF)
+    torch.ops.aten.silu_backward.grad_input(grad_RF * up_RF, gate_RF, grad_input=grad_gate_RF)
+    return silu_RF.mul_(up_RF), grad_RG
 
 
 class GroupedMLP(torch.autograd.Function):
@@ -36,13 +43,13 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_RH, w1_LGH: torch.Tensor, w2_LHF: torch.Tensor, sizes_L: list[int], gated: bool) -> torch.Tensor:
-        h_RG = x_RH.new_empty(len(x_RH), w1_LGH.shape[1])
-        for rows, e in _spans(sizes_L):
-            torch.mm(x_RH[rows], w1_LGH[e].t(), out=h_RG[rows])
-        a_RF = activate(h_RG, gated)
-        y_RH = x_RH.new_empty(len(x_RH), w2_LHF.shape[1])
-        for rows, e in _spans(sizes_L):
-            torch.mm(a_RF[rows], w2_LHF[e].t(), out=y_RH[rows])
+        h_RG = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH)
+        y_RH = torch.empty_like(x_RH)
+        by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
+        for x, h, y, w1, w2 in zip(*by_rows, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
+            _read_ahead(w1)
+            torch.mm(x, w1.t(), out=h)
+            torch.mm(activate(h, gated), w2.t(), out=y)
         ctx.save_for_backward(x_RH, h_RG, w1_LGH, w2_LHF)
         ctx.sizes_L, ctx.gated = sizes_L, gated
         return y_RH
@@ -51,29 +58,20 @@ class GroupedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_RH: torch.Tensor):
         x_RH, h_RG, w1_LGH, w2_LHF = ctx.saved_tensors
-        grad_RH = grad_RH.contiguous()
-        a_RF = activate(h_RG, ctx.gated)
-        grad_w1, grad_w2 = torch.empty_like(w1_LGH), torch.empty_like(w2_LHF)
-        grad_a_RF = torch.empty_like(a_RF)
-        for rows, e in _spans(ctx.sizes_L):
-            torch.mm(grad_RH[rows], w2_LHF[e], out=grad_a_RF[rows])
-            torch.mm(grad_RH[rows].t(), a_RF[rows], out=grad_w2[e])
-        grad_h_RG = _activate_backward(grad_a_RF, h_RG, ctx.gated)
         grad_x_RH = torch.empty_like(x_RH)
-        for rows, e in _spans(ctx.sizes_L):
-            torch.mm(grad_h_RG[rows], w1_LGH[e], out=grad_x_RH[rows])
-            torch.mm(grad_h_RG[rows].t(), x_RH[rows], out=grad_w1[e])
-        for e, size in enumerate(ctx.sizes_L):
-            if size == 0:
-                grad_w1[e].zero_()
-                grad_w2[e].zero_()
-        return grad_x_RH, grad_w1, grad_w2, None, None
+        grad_w1_LGH, grad_w2_LHF = recycler.empty_like(w1_LGH), recycler.empty_like(w2_LHF)
+        by_rows = (tensor.split(ctx.sizes_L) for tensor in (x_RH, h_RG, grad_RH.contiguous(), grad_x_RH))
+        by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
+        for x, h, grad_y, grad_x, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
+            a, grad_h = _activate_backward(torch.mm(grad_y, w2), h, ctx.gated)
+            torch.mm(grad_h, w1, out=grad_x)
+            # Adding to zeros is faster than overwriting: zeros come into the cache without the old values being read.
+            grad_w1.zero_().addmm_(grad_h.t(), x)
+            grad_w2.zero_().addmm_(grad_y.t(), a)
+        return grad_x_RH, grad_w1_LGH, grad_w2_LHF, None, None
 
 
-def _spans(sizes_L: list[int]):
-    """(rows, expert) for every expert that has rows."""
-    start = 0
-    for expert, size in enumerate(sizes_L):
-        if size:
-            yield slice(start, start + size), expert
-        start += size
+def _read_ahead(matrix: torch.Tensor) -> None:
+    """Bring a matrix into the cache. A product with few rows would wait for one line of memory after the other."""
+    if matrix.device.type == "cpu" and matrix.nbytes <= _CACHE_BYTES:
+        torch.linalg.vector_norm(matrix)
