@@ -11,11 +11,12 @@ import math
 from dataclasses import dataclass
 
 from recipes.config import Config
-from recipes.logical import LogicalTensor, logical_tensors, num_moe_experts, padded_vocab_size
+from recipes.logical import LogicalTensor, logical_tensors, num_moe_experts, padded_vocab_size, stage_layers
 from recipes.topology import Layout
 
 _ROWS_DIVIDED = ("q", "k", "v", "gate", "up")
 _COLUMNS_DIVIDED = ("out", "down")
+_IN_ONE_PARAMETER = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
 def local_shape(tensor: LogicalTensor, config: Config, layout: Layout) -> tuple[int, ...]:
@@ -47,15 +48,28 @@ class Held:
     experts: int
 
 
-def held_weights(config: Config, layout: Layout) -> Held:
-    """What each rank holds: all ranks hold equally much."""
-    dense = experts = 0
+def held_weights(config: Config, layout: Layout) -> list[Held]:
+    """What each rank of every pipeline stage holds: the ranks of a stage hold equally much."""
+    layers = stage_layers(config, layout.pipeline_parallel_size)
+    stage_of = {layer: stage for stage, members in enumerate(layers) for layer in members}
+    last = len(layers) - 1
+    ends = {0, last} if config.model.share_embeddings_and_output_weights else {0}  # that hold the embedding
+    dense, experts = [0] * len(layers), [0] * len(layers)
     for name, tensor in logical_tensors(config).items():
+        module, number, *_ = name.split(".")
         count = math.prod(local_shape(tensor, config, layout))
-        if ".moe.experts." in name:
-            experts += count
-        else:
-            dense += count
-    if experts:
+        for stage in {stage_of[int(number)]} if module == "layers" else ends if module == "embedding" else {last}:
+            (experts if ".moe.experts." in name else dense)[stage] += count
+    if any(experts):
         assert num_moe_experts(config) % layout.expert_parallel_size == 0
-    return Held(dense, experts // layout.expert_parallel_size)
+    return [Held(*both) for both in zip(dense, (n // layout.expert_parallel_size for n in experts), strict=True)]
+
+
+def small_weights(config: Config, layout: Layout, limit: int) -> int:
+    """Weights of a dense model in one stage that lie in parameters of at most `limit` elements on a rank."""
+    sizes: dict[str, int] = {}
+    for name, tensor in logical_tensors(config).items():
+        *prefix, module, kind = name.split(".")
+        parameter = ".".join((*prefix, _IN_ONE_PARAMETER.get(module, module), kind))
+        sizes[parameter] = sizes.get(parameter, 0) + math.prod(local_shape(tensor, config, layout))
+    return sum(size for size in sizes.values() if size <= limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.config import Activation, Config, ModelConfig, MoeConfig, OptimizerName, Precision
+from recipes.config import Activation, Config, ModelConfig, MoeConfig, OptimizerName, Precision, Recompute
 from recipes.launcher import rank_environment
 from recipes.logical import logical_tensors
 from recipes.plan.shapes import Held, held_weights, local_shape
@@ -24,7 +25,7 @@ from recipes.plan.size import (
     total_parameters,
 )
 from recipes.pretrain import compose
-from recipes.topology import Cluster, Layout, layout_of
+from recipes.topology import Cluster, Layout, Role, layout_of
 from recipes.validation import problems
 from tests.ranks import forked, run_ranks
 
@@ -159,12 +160,45 @@ HELD = 2 * BLOCK + NORMS + 16 * 8  # with padding rows; divisible by 4
         (0, Precision.bf16, 2, 2, 12),
         (1, Precision.bf16, 2, 2 + 4, 12 / 4),
         (2, Precision.bf16, 2, 4 / 4, 12 / 4),
+        (3, Precision.fp32, 4 / 4 + 4, 4 / 4, 12 / 4),  # every parameter is so small that each rank keeps it, too
+        (3, Precision.bf16, 2 / 4 + 2, 4 / 4, 12 / 4),
     ],
 )
 def test_bytes_per_rank_by_hand(stage, precision, weights, gradients, optimizer):
     expected = RankBytes(int(HELD * weights), int(HELD * gradients), int(HELD * optimizer))
     assert _bytes(stage, precision) == expected
     assert expected.total == HELD * (weights + gradients + optimizer)
+
+
+def test_parameters_that_zero_3_keeps_whole():
+    """Up to 100,000 elements, where q, k and v are one parameter, gate and up another."""
+    config = _small(hidden_size=256, num_attention_heads=4, num_query_groups=1, ffn_hidden_size=512, vocab_size=600)
+    config.zero.stage = 3
+    out, norms = 2 * 256 * 256, 5 * 256
+    held = out + norms + 2 * ((256 + 2 * 64) * 256 + 3 * 256 * 512) + 608 * 256
+    assert bytes_per_rank(config, 2).weights == 4 * (held // 2 + out + norms + 2 * (256 + 2 * 64) * 256)
+    config.model.num_query_groups = 2  # 512 x 256
+    assert bytes_per_rank(config, 2).weights == 4 * (held // 2 + 2 * 64 * 256 + out + norms)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_by_hand(tied):
+    """Two layers with one norm each before attention and feed-forward part; the last stage has one more, and the head."""
+    config = _small(share_embeddings_and_output_weights=tied)
+    config.parallel.pipeline_model_parallel_size = 2
+    block, table = BLOCK + 2 * 8, 16 * 8
+    assert held_weights(config, Layout(2, 1, 2)) == [Held(block + table, 0), Held(block + 8 + table, 0)]
+    heaviest = block + 8 + table
+    assert bytes_per_rank(config, 2) == RankBytes(4 * heaviest, 4 * heaviest, 12 * heaviest)
+    assert [stage["bytes"]["weights"] for stage in plan(config, 2)["stages"]] == [4 * (heaviest - 8), 4 * heaviest]
+
+
+def test_experts_of_a_stage_by_hand():
+    config = _experts(moe_layer_offset=1)  # in the second of two layers
+    config.parallel.pipeline_model_parallel_size = config.parallel.expert_model_parallel_size = 2
+    first, second = held_weights(config, Layout(4, 1, 2, 2))
+    assert first == Held(BLOCK + 2 * 8 + 16 * 8, 0)
+    assert second == Held(ATTENTION + SHARED + ROUTER + 3 * 8 + 16 * 8, 4 * EXPERT // 2)
 
 
 @pytest.mark.parametrize(("size", "copies"), [(1, 4), (2, 2), (4, 1)])
@@ -242,27 +276,31 @@ def test_biases_behind_divided_columns_are_whole():
     assert [local_shape(tensors[name], config, Layout(2, 2)) for name in names] == [(4,), (8,), (8,), (8,)]
 
 
-def built_weights(rank: int, world_size: int, configs: list[Config]) -> list[Held]:
-    """What the parameters of built models have on this rank."""
+def built_weights(rank: int, world_size: int, configs: list[Config]) -> list[tuple[int, Held]]:
+    """This rank's stage of built models, and what their parameters have there."""
     from recipes.model.gpt import GPT
     from recipes.train.job import start_process
 
     start_process(configs[0], rank_environment(os.environ))
     found = []
     for config in configs:
-        parameters = list(GPT(config, layout_of(config, world_size)).parameters())
+        layout = layout_of(config, world_size)
+        parameters = list(GPT(config, layout).parameters())
         experts = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
-        found.append(Held(sum(p.numel() for p in parameters) - experts, experts))
+        held = Held(sum(p.numel() for p in parameters) - experts, experts)
+        found.append((layout.index(Role.pp, rank), held))
     return found
 
 
 def test_ranks_of_a_built_model_have_the_planned_weights():
     configs = []
-    for sequence, size, parts, tied in (
-        (False, 1, 1, True),
-        (True, 4, 1, False),
-        (True, 2, 2, True),
-        (False, 1, 2, False),
+    for sequence, size, parts, tied, stages in (
+        (False, 1, 1, True, 1),
+        (True, 4, 1, False, 1),
+        (True, 2, 2, True, 1),
+        (False, 1, 2, False, 1),
+        (True, 2, 1, True, 2),
+        (False, 1, 2, False, 2),
     ):
         config = _experts(moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=16)
         config.model.add_qkv_bias, config.model.share_embeddings_and_output_weights = True, tied
@@ -270,12 +308,18 @@ def test_ranks_of_a_built_model_have_the_planned_weights():
         parallel = config.parallel
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = 2, sequence
         parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size = size, parts
+        parallel.pipeline_model_parallel_size, config.model.num_layers = stages, 3
         configs.append(config)
     dense = _small(add_bias_linear=True, activation=Activation.gelu)
     dense.parallel.tensor_model_parallel_size = 2
     configs.append(dense)
-    for found in run_ranks("tests.unit.plan.test_size:built_weights", 4, configs):
-        assert found == [held_weights(config, layout_of(config, 4)) for config in configs]
+    dense = copy.deepcopy(dense)
+    dense.parallel.pipeline_model_parallel_size, dense.parallel.tensor_model_parallel_size = 4, 1
+    dense.model.num_layers, dense.parallel.num_layers_in_first_pipeline_stage = 6, 1
+    configs.append(dense)
+    for rank in run_ranks("tests.unit.plan.test_size:built_weights", 4, configs):
+        for config, (stage, held) in zip(configs, rank, strict=True):
+            assert held == held_weights(config, layout_of(config, 4))[stage]
 
 
 def test_sgd_has_no_moments():
@@ -284,7 +328,7 @@ def test_sgd_has_no_moments():
 
 
 def test_more_ranks_never_cost_more():
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         totals = [_bytes(stage, Precision.bf16, ranks).total for ranks in (1, 2, 3, 8)]
         assert totals == sorted(totals, reverse=True)
 
@@ -341,6 +385,35 @@ def _shown(config: Config, world_size: int, cluster: Cluster | None = None) -> s
     shown = io.StringIO()
     Console(width=200, file=shown).print(describe(config, world_size, cluster))
     return shown.getvalue()
+
+
+def test_plan_and_table_show_stages_and_the_bubble():
+    config = compose(["experiment=switch_8e", "model.vocab_size=4096", "model.num_layers=5", "zero.stage=1"])
+    parallel, config.train.micro_batch_size = config.parallel, 2
+    parallel.pipeline_model_parallel_size = parallel.tensor_model_parallel_size = parallel.data_parallel_size = 2
+    assert problems(config, 8, launch_dir=Path(), dry_run=True) == []
+    sizes = plan(config, 8, Cluster(2, 4))
+    assert [stage["layers"] for stage in sizes["stages"]] == [[0, 2], [3, 4]]
+    assert (sizes["accumulation"], sizes["bubble_share"]) == (4, 1 / 5) and sizes["nodes"]["crossed_by"] == ["pipeline"]
+    assert [stage["micro_batches"] for stage in sizes["stages"]] == [2, 1]
+    for key in ("activation_bytes", "recomputed_bytes"):
+        assert sizes[f"{key}_per_rank"] == max(stage[key] for stage in sizes["stages"])
+    text = _shown(config, 8)
+    for part in (
+        "8 = data-parallel 2 x tensor-parallel 2 x 2 pipeline stages, ZeRO",
+        "2, layers 0-2 | 3-4",
+        "each stage waits for 20.0% of a step = 1 / (4 micro-batches + 1)",
+        "8 ranks = expert-data-parallel 2 x EP 1 x ETP 2 x 2 pipeline stages",
+        f"{sizes['activation_bytes_per_rank']:,}",
+        "stage 0: what 2 micro-batches keep for the backward pass in plain torch, tokens spread evenly over experts",
+        f"{max(stage['sum'] for stage in sizes['stages']):,}",
+    ):
+        assert part in text, part
+    assert "again" not in text
+    config.model.recompute_granularity = Recompute.full
+    assert f"{plan(config, 8)['recomputed_bytes_per_rank']:,}" in _shown(config, 8)
+    config.train.micro_batch_size = 8  # one at a time
+    assert plan(config, 8)["bubble_share"] == 1 / 2 and "what a micro-batch keeps for" in _shown(config, 8)
 
 
 def test_a_dense_plan_has_no_experts():
