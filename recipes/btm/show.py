@@ -28,6 +28,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _DOTS_PER_INCH = 130
 _STYLE: dict[Any, Any] = {"axes.titlesize": 11, "axes.titlelocation": "left", "font.size": 10, "text.parse_math": False}
 _MOST_CELLS = 16  # branches or domains with their numbers written into the matrix
+_FILE_WIDTH = 160  # characters per line
 _TICKS = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10, 100)  # of ratios
 _COLUMNS = 4  # of small pictures
 
@@ -107,10 +108,11 @@ def caption(results: Mapping[str, Any]) -> str:
 
 
 def print_table(results: Mapping[str, Any]) -> None:
-    """On standard output."""
+    """On standard output; a file has room for wide lines."""
     from rich.console import Console
 
-    Console().print(table(results))
+    console = Console()
+    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(table(results))
 
 
 def pictures(results: Mapping[str, Any], posteriors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
