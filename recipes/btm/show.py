@@ -29,7 +29,8 @@ _DOTS_PER_INCH = 130
 _STYLE: dict[Any, Any] = {"axes.titlesize": 11, "axes.titlelocation": "left", "font.size": 10, "text.parse_math": False}
 _MOST_CELLS = 16  # branches or domains with their numbers written into the matrix
 _FILE_WIDTH = 160  # characters per line
-_TICKS = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10, 100)  # of ratios
+_FINE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.4, 1.6, 2)  # of ratios that differ by less than 2
+_COARSE_TICKS = (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100)
 _COLUMNS = 4  # of small pictures
 
 
@@ -152,7 +153,7 @@ def matrix(results: Mapping[str, Any]) -> Figure:
         for (b, d), value in np.ndenumerate(ratio_BD):
             strong = abs(np.log(value)) > 0.55 * np.log(furthest)
             axes.text(d, b, f"{value:.2f}", ha="center", va="center", color="white" if strong else "black")
-    ticks = [tick for tick in _TICKS if 1 / furthest <= tick <= furthest]
+    ticks = [tick for tick in (_FINE_TICKS if furthest <= 2 else _COARSE_TICKS) if 1 / furthest <= tick <= furthest]
     bar = figure.colorbar(image, ax=axes, ticks=ticks, format="{x:g}")
     bar.ax.minorticks_off()
     return figure
