@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.moe import experts
 from recipes.moe.experts import GroupedMLP
 from tests.unit.moe import oracle
 
@@ -54,3 +55,63 @@ def test_values_and_gradients_are_those_of_one_expert_at_a_time(sizes, gated, hi
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
     for expert, size in enumerate(sizes):  # nothing came: exactly zero, and not what the memory held before
         assert size or not (found[1][expert].any() or found[2][expert].any())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 4], [0, 0, 7, 0, 1]])
+def test_in_one_kernel_for_all_experts(sizes, gated, monkeypatch):
+    """What runs on CUDA only, with torch's kernel for the CPU."""
+    monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
+    tensors = [tensor.detach().float().requires_grad_() for tensor in case(sizes, gated, hidden=16, width=8)]
+    out = GroupedMLP.apply(*tensors, sizes, gated)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = one_at_a_time(*exact, sizes, gated)
+    weight = torch.linspace(-1, 2, out.numel()).view(out.shape)
+    found = torch.autograd.grad((out * weight).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert not any(found[1][expert].any() or found[2][expert].any() for expert, size in enumerate(sizes) if size == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 40], [64, 128, 64, 0]])
+def test_on_cuda_in_bf16(sizes, gated):
+    """Against float64 on the same values, within what bf16 rounds; idle experts have zero gradients."""
+    tensors = [t.detach().cuda().bfloat16().requires_grad_() for t in case(sizes, gated, hidden=64, width=32)]
+    assert experts._has_kernel(*tensors)
+    out = GroupedMLP.apply(*tensors, sizes, gated)
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    expected = one_at_a_time(*exact, sizes, gated)
+    weight = torch.linspace(-1, 2, out.numel()).view(out.shape).bfloat16()
+    found = torch.autograd.grad((out * weight.cuda()).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
+        assert (ours.double().cpu() - theirs).norm() <= 2e-2 * theirs.norm()
+    assert not any(found[1][expert].any() or found[2][expert].any() for expert, size in enumerate(sizes) if size == 0)
+
+
+def test_products_go_one_by_one_on_a_cpu_and_in_types_without_kernel():
+    assert not experts._has_kernel(torch.zeros(8, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("experts_", "tokens"), [(8, 512), (64, 300)])
+def test_fp32_gradients_at_real_widths(experts_, tokens, gated):
+    """Matrices that are read ahead, gradients in recycled memory: 1e-5 of float64."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.bincount(torch.randint(experts_ - 1, (tokens,), generator=generator), minlength=experts_).tolist()
+    tensors = [t.detach().float().requires_grad_() for t in case(sizes, gated, hidden=64, width=128)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    for _ in range(2):  # the second time in memory that is not zero
+        out = GroupedMLP.apply(*tensors, sizes, gated)
+        parts = zip(exact[0].split(sizes), exact[1].unbind(), exact[2].unbind(), strict=True)
+        expected = torch.cat([experts.activate(x @ w1.t(), gated) @ w2.t() for x, w1, w2 in parts])
+        pull = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        found = torch.autograd.grad(out, tensors, pull.float())
+        wanted = torch.autograd.grad(expected, exact, pull)
+        for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
+            assert (ours.double() - theirs).norm() <= 1e-5 * theirs.norm()
+        del out, found

@@ -33,9 +33,9 @@ def bookkeeping_rows(rank: int, world_size: int) -> tuple[list[dict], list[float
         now[0] += 1.0
         return record(self, *args)
 
-    def slow_finish(self):
+    def slow_finish(self, *args):
         now[0] += 0.5
-        metrics = finish(self)
+        metrics = finish(self, *args)
         added_up.append(metrics["load_balancing_loss"])
         return metrics
 
