@@ -45,7 +45,10 @@ def check_model(config: Config, world_size: int) -> Problems:
 
 
 def check_zero(config: Config, world_size: int) -> Problems:
-    """Options that stage 0 would ignore."""
+    """Options that stage 0 would ignore; what stage 3 cannot divide."""
+    if config.zero.stage == 3 and config.moe.num_moe_experts is not None:
+        reason = "DeepSpeed does not divide the weights of experts, which expert parallelism spreads over ranks already"
+        yield f"zero.stage=3 with moe.num_moe_experts={config.moe.num_moe_experts}: {reason}; use zero.stage 0, 1 or 2"
     if config.zero.stage == 0:
         for option in ("offload_optimizer", "overlap_comm"):
             if getattr(config.zero, option):
