@@ -28,7 +28,8 @@ from recipes.logical import (
 from recipes.topology import Layout
 
 FP32, INT64, BOOL = 4, 8, 1
-ALWAYS = ""  # is kept under any selective recomputation
+# What no selective recomputation lets go; what not even that of the whole block does, as an operation itself holds on to it.
+ALWAYS, HELD = "", "held"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class _MicroBatch:
         """Bytes that a block keeps, and those that are there meanwhile when the most of it at a time is computed again."""
         lines = list(self._lines(layer))
         if self.full:
-            input_is_among_them = not self.norms_copy
-            return self.hidden, sum(count for _, count in lines) - self.hidden * input_is_among_them
+            held = sum(count for module, count in lines if module == HELD)
+            kept_input = 0 if self.norms_copy else self.hidden  # which is among the lines
+            return self.hidden + held, sum(count for _, count in lines) - kept_input
         kept = sum(count for module, count in lines if module not in self.recomputed)
         again = {module: sum(count for name, count in lines if name == module) for module in self.recomputed}
         if "core_attn" in again and not self.explicit:
@@ -182,17 +184,18 @@ class _MicroBatch:
         if self.item < FP32:  # the router works in fp32
             yield "moe", (tokens + num_moe_experts(config)) * hidden * FP32  # its input and its weights
         yield "moe", tokens * (2 * num_moe_experts(config) + 1) * FP32  # logits, probabilities, log of the denominator
-        yield "moe", choices * 2 * INT64  # experts chosen, and the order in which choices are sent
-        gates = self.item + (FP32 if self.item < FP32 and not moe.moe_router_pre_softmax else 0)
-        yield "moe", choices * gates
+        yield "moe", choices * (INT64 + FP32)  # experts chosen, gates
         factor = 1.0 if moe.moe_expert_capacity_factor is None else min(1.0, moe.moe_expert_capacity_factor)
-        rows = int(choices * factor)  # that arrive, when all experts have equally many
+        rows = int(choices * factor)  # that are sent, and that arrive when all experts have equally many
+        yield HELD, rows * 2 * INT64  # their order by expert, and back
+        if moe.moe_router_topk > 1:
+            yield HELD, tokens * INT64  # where those of each token begin
         if layout.expert_parallel_size > 1:
-            yield "moe", rows * INT64  # their order by expert
+            yield HELD, rows * 2 * INT64  # where they arrive: their order by expert, and back
         inside = 4 if gated else 2  # gate and up, silu(gate), their product; or before and after gelu
         ours = moe.backend is MoeBackend.grouped  # computes the activation again
         width = expert_width(config) // parts * (inside // 2 if ours else inside)
         yield "moe", rows * (hidden + width) * self.item  # input of the experts, and inside
-        yield "moe", choices * hidden * self.item  # their outputs, for the gates
+        yield "moe", rows * hidden * self.item  # their outputs, for the gates
         if shared:
             yield "moe", tokens * shared // parts * inside * self.item

@@ -123,7 +123,7 @@ def measured(rank: int, world_size: int, configs: list[Config]) -> list[dict[str
     return results
 
 
-def compare(run_ranks, world_size: int, configs: list[Config], bound: float = 0.05) -> list[list[dict[str, Any]]]:
+def compare(run_ranks, world_size: int, configs: list[Config], bound: float = 0.03) -> list[list[dict[str, Any]]]:
     """Every rank against the plan of its stage, and the largest against what the plan prints; returns what was measured."""
     ranks = run_ranks(f"{HERE}:measured", world_size, configs)
     for number, config in enumerate(configs):

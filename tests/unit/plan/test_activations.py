@@ -37,11 +37,14 @@ def test_a_dense_model_by_hand():
 
 
 def test_experts_by_hand():
-    """Instead of a dense part: input, logits, probabilities and denominator, ids and order, gates, rows, hidden, outputs."""
+    """Instead of a dense part: input, logits, probabilities, denominator, ids and gates, rows, hidden, outputs; and orders."""
     dense = 4 * (HIDDEN + 5 * 32 * 48)
     rows = 32 * 2
-    experts = 4 * HIDDEN + 32 * 4 * (2 * 4 + 1) + rows * (8 + 8 + 4) + 4 * rows * (32 + 2 * 24 + 32)
-    assert _of(_micro(tiny_moe_config)).kept - _of(_micro()).kept == experts - dense
+    experts = 4 * HIDDEN + 32 * 4 * (2 * 4 + 1) + rows * (8 + 4) + 4 * rows * (32 + 2 * 24 + 32)
+    orders = rows * 2 * 8 + 32 * 8
+    assert _of(_micro(tiny_moe_config)).kept - _of(_micro()).kept == experts + orders - dense
+    whole = {"model__recompute_granularity": Recompute.full}
+    assert _of(_micro(tiny_moe_config, **whole)).kept - _of(_micro(**whole)).kept == orders
     config = _micro(tiny_moe_config, model__recompute_granularity=Recompute.selective, model__recompute_modules=["moe"])
     assert _of(config).again == experts - 4 * HIDDEN
     assert _of(_micro(tiny_moe_config)).kept - _of(config).kept == experts - 4 * HIDDEN
@@ -95,5 +98,5 @@ def test_more_sharing_keeps_less(make):
 def test_a_capacity_bounds_the_rows_of_experts():
     free = _micro(tiny_moe_config)
     bounded = _micro(tiny_moe_config, moe__moe_expert_capacity_factor=0.5)
-    assert _of(free).kept - _of(bounded).kept == 4 * 32 * (32 + 2 * 24)
+    assert _of(free).kept - _of(bounded).kept == 4 * 32 * (32 + 2 * 24 + 32) + 32 * 2 * 8
     assert _of(free) == _of(_micro(tiny_moe_config, moe__moe_expert_capacity_factor=1.5))
