@@ -197,9 +197,20 @@ def test_one_process_plans_for_all_ranks_that_the_description_asks_for(capsys):
     assert "8 = data-parallel 4 x tensor-parallel 2 (sequence parallel)" in out and "nodes" not in out
     assert "8 ranks = expert-data-parallel 1 x EP 4 x ETP 2" in out
     assert (sizes["world_size"], sizes["data_parallel_size"], sizes["expert_data_parallel_size"]) == (8, 4, 1)
-    staged = ["parallel.pipeline_model_parallel_size=2", "parallel.data_parallel_size=2"]
-    assert pretrain.main(["parallel=tensor_parallel", *staged, "--dry-run", "--json", "plan.json"]) == 0
-    assert json.loads(Path("plan.json").read_text())["world_size"] == 8
+
+
+def test_dry_run_of_a_pipeline_shows_stages_bubble_and_activations(capsys):
+    words = ["parallel=pipeline_parallel", "parallel.tensor_model_parallel_size=2", "parallel.data_parallel_size=2"]
+    words += ["train.micro_batch_size=2", "model.recompute_granularity=full"]
+    assert pretrain.main([*words, "--dry-run", "--json", "plan.json"]) == 0
+    out, sizes = " ".join(capsys.readouterr().out.replace("│", " ").split()), json.loads(Path("plan.json").read_text())
+    assert (sizes["world_size"], sizes["pipeline_model_parallel_size"], sizes["bubble_share"]) == (8, 2, 0.2)
+    assert "8 = data-parallel 2 x tensor-parallel 2 x 2 pipeline stages" in out and "2, layers 0-1 | 2-3" in out
+    assert f"{sizes['activation_bytes_per_rank']:,}" in out and "20.0% of a step" in out
+    assert [stage["micro_batches"] for stage in sizes["stages"]] == [2, 1]
+    kept = sizes["activation_bytes_per_rank"]
+    assert pretrain.main([*words[:-1], "--dry-run", "--json", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["activation_bytes_per_rank"] > 2 * kept
     assert pretrain.main(["parallel=tensor_parallel", "--dry-run", "--json", "plan.json"]) == 0
     assert json.loads(Path("plan.json").read_text())["world_size"] == 2
 

@@ -18,6 +18,7 @@ import yaml
 from recipes.config import Config, config_hash, to_plain
 from recipes.pretrain import CONFIG_DIR, compose
 from recipes.schema import entries
+from recipes.topology import model_parallel_size
 from recipes.validation import problems
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -61,7 +62,7 @@ def test_every_option_and_experiment_is_valid(choice, tmp_path):
     config = copy.deepcopy(_composed(choice))
     config.model.vocab_size = config.model.vocab_size or 4096
     config.data.path = None  # data is not shipped
-    world_size = (config.parallel.data_parallel_size or 1) * config.parallel.tensor_model_parallel_size
+    world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
     assert problems(config, world_size, launch_dir=tmp_path, dry_run=True) == []
 
 
