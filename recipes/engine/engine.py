@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -82,10 +83,9 @@ class Engine:
                 self.wrapper, "overflow", self._skipping
             )
             return
-        if isinstance(self.wrapper, BF16_Optimizer):  # its own norm has a sum per optimizer group, which stages have not alike
-            self.wrapper.mpu, self.wrapper.has_moe_layers = None, False
-            self.wrapper.get_grads_for_norm = lambda for_clipping=False: ([self._norm], {})
         update = self.wrapper.step
+        if isinstance(self.wrapper, BF16_Optimizer):
+            update = self._step_with_our_norm(self.wrapper)
 
         def gated_step(closure=None):
             if not self._skipping:
@@ -95,6 +95,19 @@ class Engine:
                 self.wrapper.clear_lp_grads()
 
         self.wrapper.step = gated_step
+
+    def _step_with_our_norm(self, wrapper: BF16_Optimizer) -> Callable[[], None]:
+        """Its step, without its own norm: that takes a sum per optimizer group, and pipeline stages have not the same groups."""
+        update, experts = wrapper.step, wrapper.has_moe_layers
+        wrapper.mpu = None
+        wrapper.get_grads_for_norm = lambda for_clipping=False: ([self._norm], {})
+
+        def step() -> None:
+            wrapper.has_moe_layers = False  # here it only asks for the norm of experts; their reduction needs the truth
+            update()
+            wrapper.has_moe_layers = experts
+
+        return step
 
     def accumulate(self, micro_batches: list[dict[str, torch.Tensor]], global_tokens: int) -> torch.Tensor:
         """Accumulate the gradients of this rank's micro-batches (see GPT.stage), `accumulation_steps` of them.
