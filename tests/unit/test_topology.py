@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.config import Config
-from recipes.topology import Cluster, Layout, Role, layout_of
+from recipes.topology import Cluster, Layout, Role, layout_of, model_parallel_size
 from tests.ranks import run_ranks
 
 DENSE, EXPERTS = (Role.pp, Role.dp, Role.tp), (Role.pp, Role.edp, Role.ep, Role.etp)
@@ -152,6 +152,9 @@ def test_the_layout_of_a_description():
     assert layout_of(config, 8) == Layout(8, 2, 1, 4, 2, sequence_parallel=True, zero_stage=2)
     parallel.expert_tensor_parallel_size = 1
     assert layout_of(config, 8) == Layout(8, 2, 1, 4, 1, sequence_parallel=True, zero_stage=2)
+    parallel.pipeline_model_parallel_size, config.zero.stage = 2, 1
+    assert layout_of(config, 16) == Layout(16, 2, 2, 4, 1, sequence_parallel=True, zero_stage=1)
+    assert model_parallel_size(config) == 4
 
 
 @pytest.mark.parametrize(
