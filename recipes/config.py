@@ -240,8 +240,13 @@ class MoeConfig:
     backend: MoeBackend = MoeBackend.grouped
     moe_layer_freq: int = 1  # every so many layers have experts
     moe_layer_offset: int = 0  # number of the first one, from 0
+    moe_layer_pattern: list[int] | None = None  # 1 for each layer with experts, else 0; null: by the two above
     moe_ffn_hidden_size: int | None = None  # width of one expert; null: that of the dense feed-forward block
     moe_shared_expert_intermediate_size: int | None = None  # width of an expert that every token passes; null: none
+    moe_shared_expert_gate: bool = False  # multiply its output by a learned sigmoid of the token
+    moe_use_residual: bool = False  # mix its output and that of the chosen ones by a learned softmax of the token
+    moe_expert_dropout: float = 0.0  # probability, of hidden activations of the chosen experts
+    moe_init_scale: float = 1.0  # variance of initial weights of routers and experts, as a multiple of the others'
     moe_router_type: RouterType = RouterType.topk
     moe_router_topk: int = 1  # experts per token; of expert_choice on average
     moe_second_expert: SecondExpert = SecondExpert.best

@@ -9,7 +9,8 @@ written. Initialisation, checkpoints, gradient comparison and the size planner a
     head.weight [V, H] (untied)
 
 A layer with experts has, in place of ffn.*, layers.0.moe.router.weight [E, H], layers.0.moe.experts.7.{gate,up,down}.weight
-with the global number of the expert, and layers.0.moe.shared.{gate,up,down}.weight.
+with the global number of the expert, and, as described, layers.0.moe.shared.{gate,up,down}.weight, .shared_gate.weight [1, H],
+.coefficient.weight [2, H] and .bias [2].
 
 V is the true vocabulary: padding rows belong to no logical tensor. Matrices are [out, in]. Tensor-parallel ranks hold equal
 parts: rows of q, k, v, gate, up, embedding and head, columns of out and down (Shoeybi et al. 2019, arXiv 1909.08053, sec. 3).
@@ -81,10 +82,13 @@ def learns_routes(moe: MoeConfig) -> bool:
 
 
 def moe_layers(config: Config) -> list[int]:
-    """Global numbers of the layers with experts (with offset 0 megatron-core's meaning of `moe_layer_freq`)."""
-    if config.moe.num_moe_experts is None:
+    """Global numbers of the layers with experts (megatron-core's meaning of `moe_layer_freq`: with offset 0, or as a list)."""
+    moe, layers = config.moe, config.model.num_layers
+    if moe.num_moe_experts is None:
         return []
-    return list(range(config.moe.moe_layer_offset, config.model.num_layers, config.moe.moe_layer_freq))
+    if moe.moe_layer_pattern is not None:
+        return [layer for layer, has_experts in enumerate(moe.moe_layer_pattern[:layers]) if has_experts]
+    return list(range(moe.moe_layer_offset, layers, moe.moe_layer_freq))
 
 
 def stage_layers(config: Config, stages: int) -> list[list[int]]:
@@ -128,11 +132,13 @@ def _linear_tensors(name: str, out_width: int, in_width: int, std: float, bias: 
         yield LogicalTensor(f"{name}.bias", (out_width,), init=0.0)
 
 
-def _mlp_tensors(config: Config, prefix: str, width: int, bias: bool = False) -> Iterator[LogicalTensor]:
+def _mlp_tensors(
+    config: Config, prefix: str, width: int, bias: bool = False, scale: float = 1.0
+) -> Iterator[LogicalTensor]:
     model = config.model
     for name in ("gate", "up") if model.activation is Activation.swiglu else ("up",):
-        yield from _linear_tensors(f"{prefix}.{name}", width, model.hidden_size, model.init_method_std, bias)
-    yield from _linear_tensors(f"{prefix}.down", model.hidden_size, width, _residual_std(model), bias)
+        yield from _linear_tensors(f"{prefix}.{name}", width, model.hidden_size, scale * model.init_method_std, bias)
+    yield from _linear_tensors(f"{prefix}.down", model.hidden_size, width, scale * _residual_std(model), bias)
 
 
 def _residual_std(model: ModelConfig) -> float:
@@ -156,13 +162,22 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
     if layer not in moe_layers(config):
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
-    experts, shared = num_moe_experts(config), config.moe.moe_shared_expert_intermediate_size
-    if learns_routes(config.moe):
-        yield from _linear_tensors(f"{prefix}.moe.router", experts, hidden, std, bias=False)
-    for expert in range(experts):
-        yield from _mlp_tensors(config, f"{prefix}.moe.experts.{expert}", expert_width(config))
-    if shared:
-        yield from _mlp_tensors(config, f"{prefix}.moe.shared", shared)
+    yield from _moe_tensors(config, f"{prefix}.moe")
+
+
+def _moe_tensors(config: Config, prefix: str) -> Iterator[LogicalTensor]:
+    moe, hidden, std = config.moe, config.model.hidden_size, config.model.init_method_std
+    scale = math.sqrt(moe.moe_init_scale)  # of deviations (Fedus et al. 2021, arXiv 2101.03961, sec. 2.4)
+    if learns_routes(moe):
+        yield from _linear_tensors(f"{prefix}.router", num_moe_experts(config), hidden, scale * std, bias=False)
+    for expert in range(num_moe_experts(config)):
+        yield from _mlp_tensors(config, f"{prefix}.experts.{expert}", expert_width(config), scale=scale)
+    if moe.moe_shared_expert_intermediate_size:
+        yield from _mlp_tensors(config, f"{prefix}.shared", moe.moe_shared_expert_intermediate_size)
+    if moe.moe_shared_expert_gate:
+        yield from _linear_tensors(f"{prefix}.shared_gate", 1, hidden, std, bias=False)
+    if moe.moe_use_residual:
+        yield from _linear_tensors(f"{prefix}.coefficient", 2, hidden, std, bias=True)
 
 
 def padded_vocab_size(model: ModelConfig, tensor_parallel_size: int) -> int:
@@ -337,6 +352,13 @@ def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], 
 
 
 # Of the stock layer each expert is a module of its own; ours holds them as stacks.
+_WHOLE = {
+    "routed.router": "router.weight",
+    "routed.deepspeed_moe.gate.wg.weight": "router.weight",
+    "shared_gate": "shared_gate.weight",
+    "coefficient.weight": "coefficient.weight",
+    "coefficient.bias": "coefficient.bias",
+}
 _STOCK_EXPERT = re.compile(r"routed\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(w1|w2)")
 
 
@@ -344,8 +366,8 @@ def _moe_pieces(
     config: Config, tensors: dict[str, LogicalTensor], prefix: str, name: str, shape: tuple[int, ...], place: Place
 ) -> tuple[Piece, ...]:
     """Pieces of a parameter of recipes.moe.layer.MoeLayer."""
-    if name in ("routed.router", "routed.deepspeed_moe.gate.wg.weight"):
-        return (_all(tensors[f"{prefix}.router.weight"], shape),)
+    if name in _WHOLE:
+        return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], shape),)
     names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
 
     def matrices(module: str, kind: str) -> list[LogicalTensor]:

@@ -17,6 +17,7 @@ from recipes.config import Activation, Config, MoeBackend
 from recipes.logical import expert_width, learns_routes, num_moe_experts
 from recipes.moe.context import MoeContext
 from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
+from recipes.moe.expert_dropout import mlp_with_dropout
 from recipes.moe.experts import GroupedMLP, activate
 from recipes.moe.router import Routing, route, router_logits
 from recipes.moe.routing import Router
@@ -51,8 +52,14 @@ class MoeLayer(nn.Module):
         shared = run.moe.moe_shared_expert_intermediate_size
         width = (shared or 0) // self.layout.expert_tensor_parallel_size
         self.shared = ExpertMLP(hidden, width, gated, dtype) if shared else None
-        if self.layout.tensor_parallel_size > 1 and self.routed.router_weight is not None:
-            partial.mark([self.routed.router_weight])
+        # Weights of the shared expert's output (Qwen1.5-MoE), or of both (PR-MoE; Rajbhandari et al. 2022, arXiv 2201.05596).
+        gated_shared = run.moe.moe_shared_expert_gate
+        self.shared_gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype)) if gated_shared else None
+        residual = run.moe.moe_use_residual
+        self.coefficient = nn.utils.skip_init(nn.Linear, hidden, 2, dtype=dtype) if residual else None
+        if self.layout.tensor_parallel_size > 1:
+            partial.mark(weight for weight in (self.routed.router_weight, self.shared_gate) if weight is not None)
+            partial.mark([] if self.coefficient is None else self.coefficient.parameters())
         if self.shared is not None and context.tokens_split:
             partial.mark(self.shared.parameters())
 
@@ -63,8 +70,21 @@ class MoeLayer(nn.Module):
         out_TH, routing = self.routed(x_TH, (sequence, batch))
         if self.training and torch.is_grad_enabled():
             out_TH = self.context.auxiliary(out_TH, self.layer, routing, (sequence, batch))
-        out_SBH = out_TH.view(x_SBH.shape)
-        return self._leave(out_SBH if self.shared is None else out_SBH + self.shared(x_SBH)), None
+        return self._leave(self._with_shared(x_SBH, out_TH.view(x_SBH.shape))), None
+
+    def _with_shared(self, x_SBH: torch.Tensor, out_SBH: torch.Tensor) -> torch.Tensor:
+        """The chosen experts' output and the shared one's together. Weights of tokens are fp32 as gates are."""
+        if self.shared is None:
+            return out_SBH
+        shared_SBH = self.shared(x_SBH)
+        if self.shared_gate is not None:
+            gate_SB1 = torch.sigmoid(router_logits(x_SBH, self.shared_gate))
+            shared_SBH = shared_SBH * gate_SB1.to(shared_SBH.dtype)
+        if self.coefficient is None:
+            return out_SBH + shared_SBH
+        logits_SB2 = router_logits(x_SBH, self.coefficient.weight) + self.coefficient.bias.float()
+        part_SB1, shared_part_SB1 = torch.softmax(logits_SB2, dim=-1).to(out_SBH.dtype).split(1, dim=-1)
+        return out_SBH * part_SB1 + shared_SBH * shared_part_SB1
 
     def _enter(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """The tokens that this rank routes: its share of the positions, or all when it has a part of every expert."""
@@ -97,7 +117,7 @@ class GroupedMoE(MoE):
         layout, moe, hidden = context.groups.layout, run.moe, run.model.hidden_size
         width = expert_width(run) // layout.expert_tensor_parallel_size
         self.group, self.gated = context.group, gated
-        self.choose = Router(run, context, layer)
+        self.choose, self.dropout = Router(run, context, layer), moe.moe_expert_dropout
         self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = context.groups.expert_key
@@ -123,8 +143,14 @@ class GroupedMoE(MoE):
         topk = routing.ids_TK.shape[1]
         plan = make_plan(routing.ids_TK, routing.used_TK, self.num_experts, self.group)
         rows_RH = scatter_to_experts(x_TH, plan, topk, self.group)
-        rows_RH = GroupedMLP.apply(rows_RH, self.w1_LGH, self.w2_LHF, plan.sizes_L, self.gated)
+        rows_RH = self._through_experts(rows_RH, plan.sizes_L)
         return gather_from_experts(rows_RH, plan, routing.gates_TK, self.group), routing
+
+    def _through_experts(self, rows_RH: torch.Tensor, sizes_L: list[int]) -> torch.Tensor:
+        stacks = (self.w1_LGH, self.w2_LHF, sizes_L, self.gated)
+        if self.training and self.dropout:
+            return mlp_with_dropout(rows_RH, *stacks, self.dropout)
+        return GroupedMLP.apply(rows_RH, *stacks)
 
 
 class StockMoE(MoE):

@@ -14,7 +14,7 @@ def check_experts(config: Config, world_size: int) -> Problems:
     if config.moe.num_moe_experts is None:
         yield from _dense(config)
         return
-    for check in (_layers, _router, _routing, _noise, _groups, _balance, _capacity, _backend):
+    for check in (_layers, _shared, _router, _routing, _noise, _groups, _balance, _capacity, _backend):
         yield from check(config)
 
 
@@ -37,15 +37,37 @@ def _dense(config: Config) -> Problems:
 
 
 def _layers(config: Config) -> Problems:
-    freq, layers = config.moe.moe_layer_freq, config.model.num_layers
+    freq, layers, pattern = config.moe.moe_layer_freq, config.model.num_layers, config.moe.moe_layer_pattern
+    if pattern is not None:
+        if len(pattern) != layers or not set(pattern) <= {0, 1} or not any(pattern):
+            shown = f"moe.moe_layer_pattern={schema.show(pattern)}"
+            yield f"{shown} must be model.num_layers={layers} times 0 or 1, and 1 at least once, such as [0,0,1,1] for 4 layers"
+        for name in ("moe_layer_freq", "moe_layer_offset"):
+            value, default = getattr(config.moe, name), getattr(MoeConfig(), name)
+            if value != default:
+                way_out = f"use moe.{name}={default}, or moe.moe_layer_pattern=null"
+                yield f"moe.{name}={value} has no effect beside moe.moe_layer_pattern; {way_out}"
+        return
     if freq > layers:
         yield f"moe.moe_layer_freq={freq} must be at least 1 and at most model.num_layers={layers}; try 1 or 2"
     offset = config.moe.moe_layer_offset
     if offset >= min(freq, layers):
         yield f"moe.moe_layer_offset={offset} must be less than moe.moe_layer_freq={freq} and model.num_layers={layers}; try 0"
+
+
+def _shared(config: Config) -> Problems:
+    moe = config.moe
     if config.model.add_bias_linear:
-        few = f"moe.num_moe_experts={config.moe.num_moe_experts}: experts have no biases"
+        few = f"moe.num_moe_experts={moe.num_moe_experts}: experts have no biases"
         yield f"model.add_bias_linear=true with {few}; use model.add_bias_linear=false, or moe=dense"
+    asked = [name for name in ("moe_shared_expert_gate", "moe_use_residual") if getattr(moe, name)]
+    if moe.moe_shared_expert_intermediate_size is None:
+        for name in asked:
+            width = "set its width by moe.moe_shared_expert_intermediate_size"
+            yield f"moe.{name}=true without a shared expert has no effect; {width}, or use moe.{name}=false"
+    if len(asked) == 2:
+        reason = "the softmax of the second weighs the shared expert already"
+        yield f"moe.moe_shared_expert_gate=true with moe.moe_use_residual=true: {reason}; use one of them"
 
 
 # Settings that only mean something where tokens choose among scores, and where there are scores at all.
@@ -218,6 +240,7 @@ _OURS_ALONE = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_enable_expert_bias",
+    "moe_expert_dropout",
 )
 
 

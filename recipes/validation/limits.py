@@ -92,6 +92,7 @@ ABOVE_ZERO = (
     "model.layernorm_epsilon",
     "model.rotary_base",
     "model.rotary_percent",
+    "moe.moe_init_scale",
     "moe.moe_router_topk_scaling_factor",
     "moe.moe_router_bias_update_rate",
     "moe.moe_expert_capacity_factor",
@@ -102,7 +103,7 @@ ABOVE_ZERO = (
     "btm.prior_decay",
     "btm.cluster_temperature",
 )
-BELOW_ONE = ("moe.moe_input_jitter_eps", "optimizer.adam_beta1", "optimizer.adam_beta2")
+BELOW_ONE = ("moe.moe_input_jitter_eps", "moe.moe_expert_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2")
 
 # What this library decides of DeepSpeed's configuration, and the key (or the reason) that decides it.
 OWNED_KEYS = {

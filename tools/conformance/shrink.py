@@ -51,6 +51,8 @@ def shrink(config: Config, world_size: int) -> Config:
     small = copy.deepcopy(config)
     _shrink_model(small.model, config, world_size)
     _shrink_experts(small.moe, config, world_size)
+    if small.moe.moe_layer_pattern is not None:
+        small.moe.moe_layer_pattern = small.moe.moe_layer_pattern[: small.model.num_layers]
     small.train.precision = Precision.fp32
     samples = 2 * world_size  # two micro steps of one sequence on every rank
     small.train.global_batch_size = samples * math.ceil(SAMPLES / samples)
@@ -83,7 +85,9 @@ def _rotates(channels: int) -> bool:
 
 def _layers(config: Config) -> int:
     """Two layers, or enough for one of each kind; with experts in every second layer enough for two that have some."""
-    freq, offset = config.moe.moe_layer_freq, config.moe.moe_layer_offset
+    freq, offset, pattern = config.moe.moe_layer_freq, config.moe.moe_layer_offset, config.moe.moe_layer_pattern
+    if pattern is not None:
+        return max(2, *(pattern.index(kind) + 1 for kind in set(pattern)))
     return min(config.model.num_layers, offset + freq + 1 if freq <= 2 else freq)
 
 
@@ -97,7 +101,7 @@ def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
         moe.moe_shared_expert_intermediate_size = shared
     moe.moe_expert_capacity_factor = moe.moe_eval_capacity_factor = None
     moe.moe_min_capacity, moe.moe_token_drop_policy = MoeConfig().moe_min_capacity, MoeConfig().moe_token_drop_policy
-    moe.moe_input_jitter_eps, moe.moe_router_gumbel_scale = None, 0.0  # nothing at random
+    moe.moe_input_jitter_eps, moe.moe_router_gumbel_scale, moe.moe_expert_dropout = None, 0.0, 0.0  # nothing at random
     moe.moe_second_expert = SecondExpert.best
     if moe.moe_aux_loss_coeff:
         moe.moe_aux_loss_coeff = max(moe.moe_aux_loss_coeff, AUX_LOSS)

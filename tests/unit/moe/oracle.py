@@ -1,7 +1,8 @@
 """A layer of experts in float64, slowly: loops over tokens, choices and experts, differentiable, one process.
 
 It shares no code with the layers that are compared with it. Weights are a dict of logical names without the prefix of the
-layer: router, experts.0.{gate,up,down}, shared.{gate,up,down}; without `gate` the activation is GELU.
+layer: router, experts.0.{gate,up,down}, shared.{gate,up,down}, shared_gate, coefficient, coefficient.bias; without `gate` the
+activation is GELU.
 T tokens in the order of [S, B], E experts, K choices per token.
 """
 
@@ -94,11 +95,26 @@ def moe_layer(
         for k, expert in enumerate(chosen[t]):
             if (t, k) in kept:
                 y_H = y_H + gates[t][k] * feed_forward(x_H, weights, f"experts.{expert}")
-        if "shared.up" in weights:
-            y_H = y_H + feed_forward(x_H, weights, "shared")
-        outs.append(y_H)
+        outs.append(with_shared(x_H, y_H, weights))
     out_SBH = torch.stack(outs).view(x_SBH.shape)
     return Routed(out_SBH, torch.stack(all_logits), torch.stack(all_probs), gates, chosen, kept)
+
+
+def with_shared(x_H: torch.Tensor, y_H: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """With the expert that every token passes, if there is one, by its gate or mixed by a softmax."""
+    if "shared.up" not in weights:
+        return y_H
+    shared_H = feed_forward(x_H, weights, "shared")
+    if "shared_gate" in weights:
+        return y_H + shared_H / (1 + torch.exp(-(weights["shared_gate"][0] * x_H).sum()))
+    if "coefficient" in weights:
+        logits = [
+            (row * x_H).sum() + bias
+            for row, bias in zip(weights["coefficient"], weights["coefficient.bias"], strict=True)
+        ]
+        own = 1 / (1 + torch.exp(logits[1] - logits[0]))
+        return own * y_H + (1 - own) * shared_H
+    return y_H + shared_H
 
 
 def chosen_by_experts(scores: list[torch.Tensor], taken: int, batch: int) -> list[list[int]]:

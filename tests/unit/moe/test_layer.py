@@ -62,6 +62,20 @@ def test_experts_that_choose():
         assert len(set(routed.counts_E)) == 1  # equally many each
 
 
+@pytest.mark.parametrize("backend", MoeBackend)
+@forked
+def test_shared_experts_with_weights_of_their_own(backend):
+    for number, (gate, factor, activation) in enumerate(itertools.product((True, False), (None, 1.0), Activation)):
+        if backend is MoeBackend.deepspeed and factor is not None:
+            continue
+        config = layer_config(moe__moe_shared_expert_intermediate_size=5, moe__backend=backend)
+        config.moe.moe_shared_expert_gate, config.moe.moe_use_residual = gate, not gate
+        config.moe.moe_expert_capacity_factor, config.model.activation = factor, activation
+        names = random_weights(config).keys()
+        assert ("shared_gate" in names) == gate and ({"coefficient", "coefficient.bias"} <= names) == (not gate)
+        compare(config, seed=number)
+
+
 @forked
 def test_routing_without_a_router():
     for number, (kind, topk, factor, shared) in enumerate(

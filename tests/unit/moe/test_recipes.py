@@ -20,6 +20,7 @@ EXPERIMENTS = (
     "expert_choice_8e",
     "hash_8e",
     "random_8e",
+    "residual_8e",
 )
 
 

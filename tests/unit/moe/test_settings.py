@@ -14,6 +14,7 @@ SIGMOID = {"moe_router_score_function": ScoreFunction.sigmoid}
 CHOICE = {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0}
 HASH = {"moe_router_type": RouterType.hash, "moe_aux_loss_coeff": 0.0}
 SAMPLED = {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 NOT_DEEPSPEED = [
     SIGMOID,
@@ -22,6 +23,7 @@ NOT_DEEPSPEED = [
     {"moe_router_enable_expert_bias": True},
     {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0},
     {"moe_input_jitter_eps": 0.1},
+    {"moe_expert_dropout": 0.1},
     {"moe_router_gumbel_scale": 1.0},
     {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2, "moe_router_pre_softmax": False},
 ]
@@ -95,6 +97,15 @@ def found(config: Config) -> list[str]:
             SAMPLED | GROUPS | {"moe_router_topk": 2},
             ["second_expert=sampled", "num_groups=4", "without groups", "null"],
         ),
+        ({"moe_layer_pattern": [0, 1]}, ["pattern=[0,1]", "num_layers=4 times", "[0,0,1,1]"]),
+        ({"moe_layer_pattern": [0, 0, 0, 0]}, ["pattern=[0,0,0,0]", "at least once"]),
+        ({"moe_layer_pattern": [0, 1, 2, 0]}, ["pattern=[0,1,2,0]", "0 or 1"]),
+        ({"moe_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": 2}, ["moe_layer_freq=2", "no effect", "=null"]),
+        ({"moe_shared_expert_gate": True}, ["shared_expert_gate=true", "intermediate_size", "=false"]),
+        ({"moe_use_residual": True}, ["use_residual=true", "intermediate_size", "=false"]),
+        (SHARED | {"moe_shared_expert_gate": True, "moe_use_residual": True}, ["gate=true", "residual=true", "one of"]),
+        ({"moe_expert_dropout": 1.0}, ["expert_dropout=1.0", "below 1"]),
+        ({"moe_init_scale": 0.0}, ["init_scale=0.0", "above 0"]),
         *(({"backend": MoeBackend.deepspeed} | more, ["backend=deepspeed", "grouped", next(iter(more))])
           for more in NOT_DEEPSPEED),
     ],
@@ -121,6 +132,9 @@ def test_each_problem_is_one_message_with_a_way_out(changes, expected):
         {"moe_loss_coeff_ramp": [0, 9], "moe_z_loss_coeff_end": 0.1, "backend": MoeBackend.deepspeed},
         CHOICE | {"moe_expert_capacity_factor": 1.5, "moe_min_capacity": 2, "moe_z_loss_coeff": 0.1},
         CHOICE | SIGMOID | {"moe_min_capacity": 2, "moe_router_topk_scaling_factor": 2.0, "moe_input_jitter_eps": 0.1},
+        {"moe_layer_pattern": [0, 1, 1, 1], "moe_expert_dropout": 0.4, "moe_init_scale": 0.1},
+        SHARED | {"moe_shared_expert_gate": True},
+        SHARED | {"moe_use_residual": True, "backend": MoeBackend.deepspeed, "moe_init_scale": 0.1},
         HASH | {"moe_router_topk": 8, "moe_expert_capacity_factor": 1.5},
         HASH | {"moe_router_type": RouterType.random},
         SAMPLED,
