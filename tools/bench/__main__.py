@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -17,8 +18,8 @@ examples:
   python -m tools.bench moe_layer experts=32 tokens=4096 topk=2 --device cuda
 """
 
-_ROUNDS = {"train_step": 8, "moe_bookkeeping": 8, "moe_layer": 30}
-_REPEATS = {"train_step": 3, "moe_bookkeeping": 3, "moe_layer": 1}
+# Rounds, and calls per round and implementation.
+_DEFAULTS = {"train_step": (8, 3), "moe_bookkeeping": (8, 3), "moe_layer": (30, 1), "moe_skew": (30, 1)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,17 +32,21 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument(
         "benchmark",
-        choices=list(_ROUNDS),
-        help="train_step: our step, bare mcore blocks, HF Llama; moe_bookkeeping: a step with and without expert metrics; "
-        "moe_layer: our layer with experts, DeepSpeed's, mcore's, HF's",
+        choices=list(_DEFAULTS),
+        help="train_step: our step, bare mcore blocks, HF Llama or Mixtral; moe_bookkeeping: a step with and without expert "
+        "metrics; moe_layer: our layer with experts, DeepSpeed's, mcore's, HF's; moe_skew: ours on two ranks, tokens spread "
+        "evenly and by Zipf's law",
     )
     top.add_argument(
         "overrides",
         nargs="*",
-        help="settings as for recipes.pretrain; of moe_layer: experts=, tokens=, topk=, hidden=, ffn= (default: five shapes)",
+        help="settings as for recipes.pretrain (train_step: without any, three models); of moe_layer and moe_skew: experts=, "
+        "tokens=, topk=, hidden=, ffn=",
     )
-    top.add_argument("--rounds", type=int, help="measured rounds (default 8; moe_layer 30)")
-    top.add_argument("--repeats", type=int, help="calls per round and implementation (default 3; moe_layer 1)")
+    top.add_argument("--rounds", type=int, help="measured rounds (default 8; moe_layer, moe_skew 30)")
+    top.add_argument(
+        "--repeats", type=int, help="calls per round and implementation (default 3; moe_layer, moe_skew 1)"
+    )
     top.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     top.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of moe_layer; cuda is measured in bf16")
     top.add_argument("--json", type=Path, help="also write machine, settings and rows to this file")
@@ -69,24 +74,34 @@ def main() -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rounds = _ROUNDS[arguments.benchmark] if arguments.rounds is None else arguments.rounds
-    repeats = _REPEATS[arguments.benchmark] if arguments.repeats is None else arguments.repeats
+    rounds, repeats = _DEFAULTS[arguments.benchmark]
+    rounds = rounds if arguments.rounds is None else arguments.rounds
+    repeats = repeats if arguments.repeats is None else arguments.repeats
     if min(rounds, repeats) < 1:
         raise ValueError(f"--rounds {rounds}, --repeats {repeats}: must be at least 1")
     if arguments.benchmark == "moe_layer":
         from tools.bench import moe_layer
 
         return moe_layer.measure(moe_layer.parse(arguments.overrides, arguments.device), rounds, repeats)
+    if arguments.benchmark == "moe_skew":
+        from tools.bench import moe_layer, moe_skew
+
+        given = arguments.overrides or ["experts=8", "tokens=2048"]
+        return moe_skew.measure(moe_layer.parse(given, "cpu")[0], rounds, repeats)
     from recipes.pretrain import compose
     from tools.bench import moe_bookkeeping, train_step
 
-    experiment = "dense" if arguments.benchmark == "train_step" else "switch_8e"
-    one_process = [f"experiment={experiment}", "train.micro_batch_size=16", "train.global_batch_size=16"]
-    config = compose([*one_process, *arguments.overrides])
-    if arguments.benchmark == "train_step":
+    one_process = ["train.micro_batch_size=16", "train.global_batch_size=16"]
+    if arguments.benchmark == "moe_bookkeeping":
+        config = compose(["experiment=switch_8e", *one_process, *arguments.overrides])
+        return moe_bookkeeping.measure(config, rounds, repeats)
+    chosen = train_step.STANDARD
+    if arguments.overrides:
+        chosen = {"given": ["experiment=dense", *arguments.overrides]}
+    configs = {name: compose([*one_process, *overrides]) for name, overrides in chosen.items()}
+    for config in configs.values():
         train_step.check(config)
-        return train_step.measure(config, rounds, repeats)
-    return moe_bookkeeping.measure(config, rounds, repeats)
+    return train_step.measure(configs, rounds, repeats)
 
 
 # Columns: the title, and what is written into it, made from the keys of a row.
@@ -95,7 +110,7 @@ _COLUMNS = {
     "train_step": [
         _SPEED,
         ("ratio to HF", "{ratio_to_hf:.3f} ({ratio_to_hf_iqr:.3f})"),
-        ("overhead over bare mcore", "{overhead:+.1%} ({overhead_iqr:.1%})"),
+        ("over bare mcore", "{overhead:+.1%} ({overhead_iqr:.1%})"),
     ],
     "moe_bookkeeping": [
         _SPEED,
@@ -103,39 +118,43 @@ _COLUMNS = {
         ("recording's share of a step", "{share_of_step:.2%} ({share_of_step_iqr:.2%})"),
     ],
     "moe_layer": [
-        ("experts", "{experts}"),
-        ("top-k", "{topk}"),
-        ("tokens", "{tokens}"),
         ("time over dense", "{time_over_dense:.3f} ({iqr:.3f})"),
         _SPEED,
-        ("saved MB", "{saved_megabytes:.1f}"),
+        ("saved bytes", "{saved_bytes:,}"),
+    ],
+    "moe_skew": [
+        ("time over even", "{time_over_even:.3f} ({iqr:.3f})"),
+        _SPEED,
+        ("rows of each rank", "{rows}"),
+        ("saved bytes of each rank", "{saved_bytes}"),
     ],
 }
+_TITLES = {
+    "train_step": "{model}",
+    "moe_layer": "{experts} experts, top-{topk}, {tokens} tokens",
+    "moe_bookkeeping": "",
+}
+_TITLES["moe_skew"] = "{experts} experts on 2 ranks, {tokens} tokens each"
 
 
 def _show(benchmark: str, rows: list[dict]) -> None:
+    """A table for each title that the rows have."""
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
+    console.print("medians (interquartile ranges)")
     columns = list(_COLUMNS[benchmark])
     if any(row.get("mfu") is not None for row in rows):
         columns.append(("MFU", "{mfu:.1%}"))
-    table = Table(title="medians (interquartile ranges)", title_justify="left")
-    table.add_column("implementation")
-    for title, _ in columns:
-        table.add_column(title, justify="right")
-    shape = None
-    for row in rows:
-        if shape is not None and shape != _shape(row):
-            table.add_section()
-        shape = _shape(row)
-        values = row | {"saved_megabytes": row.get("saved_bytes", 0) / 1e6}
-        table.add_row(row["impl"], *(text.format(**values) for _, text in columns))
-    Console().print(table)
-
-
-def _shape(row: dict) -> tuple:
-    return tuple(row.get(key) for key in ("experts", "topk", "tokens"))
+    for title, members in itertools.groupby(rows, lambda row: _TITLES[benchmark].format(**row)):
+        table = Table(title=title, title_justify="left")
+        table.add_column("implementation")
+        for heading, _ in columns:
+            table.add_column(heading, justify="right")
+        for row in members:
+            table.add_row(row["impl"], *(text.format(**row) for _, text in columns))
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,46 @@
-"""One training step: our loop and engine, the same blocks bare, and Hugging Face's Llama of the same shape.
+"""One training step: our loop and engine, the same blocks bare, and Hugging Face's Llama or Mixtral of the same shape.
 
 All three do forward, backward and a fused AdamW update in fp32 on the same ids, in one process. Ours also fetches the batch,
-computes and clips the norm, applies the schedule and writes the metrics.
+computes and clips the norm, applies the schedule and writes the metrics. With experts, both of ours also compute the losses that
+balance them; Hugging Face's Mixtral does without, which is its default in training, and has its experts in grouped products.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from recipes.config import Activation, Config, Normalization, Precision, WandbMode
-from recipes.logical import ffn_width, num_kv_heads
+from recipes.config import Activation, Config, ModelConfig, Normalization, Precision, WandbMode
+from recipes.logical import expert_width, ffn_width, moe_layers, num_kv_heads, num_moe_experts
 from recipes.model.gpt import GPT
 from tools.bench.rounds import interleave, ratio
 
+# What is measured when nothing else is asked for; the last is Mixtral at the size of a laptop.
+STANDARD = {
+    "dense": ["experiment=dense"],
+    "switch_8e": ["experiment=switch_8e"],
+    "mixtral_8e": [
+        "experiment=top2_8e",
+        "moe.moe_layer_freq=1",
+        "moe.moe_layer_offset=0",
+        "moe.moe_ffn_hidden_size=null",
+    ],
+}
 
-def measure(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Rows `ours`, `bare_mcore`, `hf_llama`: tokens per second (median), ratio to Hugging Face, overhead over bare blocks."""
+
+def measure(configs: Mapping[str, Config], rounds: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows `ours`, `bare_mcore`, and `hf_llama` or `hf_mixtral` of each model: tokens per second (median), ratio to Hugging
+    Face, overhead over bare blocks."""
+    return [{"model": name} | row for name, config in configs.items() for row in _rows(config, rounds, repeats)]
+
+
+def _rows(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
+    peer = "hf_llama" if config.moe.num_moe_experts is None else "hf_mixtral"
     with tempfile.TemporaryDirectory() as folder:
         step, job = real_step(config, Path(folder))
         vocab = job.config.model.vocab_size
@@ -30,14 +49,14 @@ def measure(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
         work = {
             "ours": step,
             "bare_mcore": _bare(job.config, tokens_BS1),
-            "hf_llama": _hugging_face(job.config, tokens_BS1),
+            peer: _hugging_face(job.config, tokens_BS1),
         }
         seconds = interleave(work, rounds, repeats)
         job.close(failed=False)
     tokens = config.train.global_batch_size * config.model.seq_length
     rows = []
     for name, times in seconds.items():
-        to_hf, hf_spread = ratio(seconds["hf_llama"], times)
+        to_hf, hf_spread = ratio(seconds[peer], times)
         overhead, overhead_spread = ratio(times, seconds["bare_mcore"])
         rows.append(
             {
@@ -53,14 +72,20 @@ def measure(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError unless Hugging Face's Llama can have the same shape."""
-    model = config.model
+    """Raise ValueError unless Hugging Face's Llama or Mixtral can have the same shape."""
+    model, moe = config.model, config.moe
     if model.activation is not Activation.swiglu or model.normalization is not Normalization.RMSNorm:
-        raise ValueError("the peer is Llama: use model.activation=swiglu and model.normalization=RMSNorm")
+        raise ValueError("the peers are Llama and Mixtral: use model.activation=swiglu and model.normalization=RMSNorm")
     if model.qk_layernorm or model.add_bias_linear or model.add_qkv_bias or model.rotary_percent != 1.0:
-        raise ValueError("the peer is Llama: leave qk_layernorm, biases and rotary_percent at their defaults")
+        raise ValueError(
+            "the peers are Llama and Mixtral: leave qk_layernorm, biases and rotary_percent at their defaults"
+        )
     if config.train.precision is not Precision.fp32:
         raise ValueError("train.precision: the comparison is made in fp32")
+    if moe.num_moe_experts is not None and moe.moe_shared_expert_intermediate_size is not None:
+        raise ValueError(
+            "the peer is Mixtral, which has no shared expert: leave moe.moe_shared_expert_intermediate_size null"
+        )
 
 
 def real_step(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
@@ -76,7 +101,8 @@ def real_step(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     config.run.dir = str(folder / "run")
     config.telemetry.wandb_mode = WandbMode.disabled
     config.train.steps, config.telemetry.log_interval = 10**9, 10**9
-    start_process(config, Ranks())
+    if not torch.distributed.is_initialized():
+        start_process(config, Ranks())
     job = Job(config, Ranks())
     job.stop.restore()
     steps = iter(range(1, config.train.steps))
@@ -98,25 +124,9 @@ def _bare(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None]:
 
 
 def _hugging_face(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = config.model
-    peer = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size or 0,
-            hidden_size=model.hidden_size,
-            intermediate_size=ffn_width(model),
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=num_kv_heads(model),
-            max_position_embeddings=model.seq_length,
-            rms_norm_eps=model.layernorm_epsilon,
-            tie_word_embeddings=model.share_embeddings_and_output_weights,
-            attn_implementation="sdpa",  # type: ignore[call-arg]
-        )
-    )
+    peer = _llama(config) if config.moe.num_moe_experts is None else _mixtral(config)
     optimizer = torch.optim.AdamW(peer.parameters(), lr=config.optimizer.lr, fused=True)
-    inputs = tokens_BS1[:, :-1].contiguous()  # Llama shifts the labels itself
+    inputs = tokens_BS1[:, :-1].contiguous()  # it shifts the labels itself
 
     def step() -> None:
         peer(input_ids=inputs, labels=inputs).loss.backward()
@@ -124,3 +134,44 @@ def _hugging_face(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None
         optimizer.zero_grad()
 
     return step
+
+
+def _common(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": model.vocab_size or 0,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": num_kv_heads(model),
+        "max_position_embeddings": model.seq_length,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "attn_implementation": "sdpa",
+    }
+
+
+def _llama(config: Config) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=ffn_width(config.model), **_common(config.model)))
+
+
+def _mixtral(config: Config) -> Any:
+    """Blocks that have no experts with us have Llama's feed-forward part, which Mixtral itself cannot mix in."""
+    from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    common = _common(config.model)
+    mixtral = MixtralForCausalLM(
+        MixtralConfig(
+            intermediate_size=expert_width(config),
+            num_local_experts=num_moe_experts(config),
+            num_experts_per_tok=config.moe.moe_router_topk,
+            **common,
+        )
+    )
+    assert mixtral.config._experts_implementation == "grouped_mm"
+    for number in set(range(config.model.num_layers)) - set(moe_layers(config)):
+        mlp = LlamaMLP(LlamaConfig(intermediate_size=ffn_width(config.model), **common))
+        mixtral.model.layers[number].mlp = mlp
+    return mixtral
