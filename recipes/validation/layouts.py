@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from recipes.config import Config
 from recipes.logical import expert_width, ffn_width, moe_layers
@@ -51,7 +51,7 @@ def check_batch(config: Config, world_size: int) -> Problems:
     yield from divisible("train.global_batch_size", batch, ranks, micro * data, otherwise)
 
 
-def legal_layouts(config: Config, world_size: int) -> list[Layout]:
+def legal_layouts(config: Config, world_size: int, zero_stages: Sequence[int] = (0, 1, 2)) -> list[Layout]:
     """All layouts of the described model on `world_size` ranks: ordered by tensor-parallel size, then stages, at last ZeRO.
 
     The present settings of `parallel` and `zero.stage` do not matter. Layouts whose data-parallel ranks cannot share
@@ -67,7 +67,7 @@ def legal_layouts(config: Config, world_size: int) -> list[Layout]:
             (False, True) if tensor > 1 else (False,),
             (1,) if experts is None else divisors(math.gcd(experts, stage)),
             sorted({1, tensor}) if experts is not None else (1,),
-            (0, 1, 2),
+            zero_stages,
         ):
             if stage % (expert * expert_tensor):
                 continue

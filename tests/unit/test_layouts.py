@@ -427,6 +427,13 @@ def test_the_list_starts_with_plain_data_parallelism_and_ends_with_the_largest_t
     assert sizes == sorted(sizes) and set(sizes) == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
+def test_zero_3_is_for_dense_models_in_one_stage():
+    found = legal_layouts(_config(), 4, zero_stages=(1, 3))
+    divided = {layout for layout in found if layout.zero_stage == 3}
+    assert {(layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in divided} == {(1, 1), (2, 1)}
+    assert legal_layouts(tiny_moe_config(), 4, zero_stages=(3,)) == []
+
+
 def test_the_present_layout_changes_neither_the_list_nor_itself():
     config = tiny_moe_config()
     before = legal_layouts(config, 4)
