@@ -58,6 +58,7 @@ def batch(config: Config, step: int) -> np.ndarray:
     As far as there are ids, no two documents begin alike: equal tokens, when experts choose tokens, would be chosen by rounding.
     """
     shape = (config.train.global_batch_size, config.model.seq_length + 1)
+    assert config.model.vocab_size is not None
     random = np.random.default_rng([config.run.seed, step])
     ids = 1 + random.permutation(config.model.vocab_size - 1)
     ids_BS1 = random.choice(ids, shape)
@@ -223,6 +224,7 @@ class _Plain:
         self.model, self.entries = build(config, Layout(1))
         if nudge:
             generator = torch.Generator().manual_seed(config.run.seed)
+            assert self.model.embedding is not None
             self.model.embedding.register_forward_hook(
                 lambda _, __, x: x * (1 + nudge * torch.randn(x.shape, generator=generator))
             )
