@@ -229,7 +229,9 @@ class ModelConfig:
     )
     transformer_impl: TransformerImpl = TransformerImpl.auto
     recompute_granularity: Recompute | None = None  # null: everything is kept
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of selective: core_attn, layernorm, mlp, moe
+    recompute_modules: list[str] = field(
+        default_factory=lambda: ["core_attn"]
+    )  # of selective: core_attn, layernorm, mlp, moe
 
 
 @dataclass
@@ -258,7 +260,9 @@ class MoeConfig:
     moe_router_group_topk: int | None = None  # groups in which a token's experts may be; null: no groups
     moe_router_enable_expert_bias: bool = False  # balance by biases that count in the choice only
     moe_router_bias_update_rate: float = 1e-3  # by which each step moves the biases
-    moe_input_jitter_eps: float | None = None  # training: routers see tokens times 1 +- this at random; null: as they are
+    moe_input_jitter_eps: float | None = (
+        None  # training: routers see tokens times 1 +- this at random; null: as they are
+    )
     moe_router_gumbel_scale: float = 0.0  # training: Gumbel noise added to logits for the choice, as a multiple
     moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of the dense weights'
     moe_expert_lr_scale: float | None = 1.0  # that of experts; null: sqrt(topk / experts)

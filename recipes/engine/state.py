@@ -43,12 +43,16 @@ def prepare_moments(optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    for master in masters or wrapper.fp32_partitioned_groups_flat:  # ZeRO-3 fills the groups one at a time, at each step
+    for master in (
+        masters or wrapper.fp32_partitioned_groups_flat
+    ):  # ZeRO-3 fills the groups one at a time, at each step
         state = optimizer.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state.update({name: torch.zeros_like(master, requires_grad=False) for name in MOMENTS})
-    set_applied_steps(optimizer, 0)  # DeepSpeed may have created it by a step, at the learning rate 0 that we start with
+    set_applied_steps(
+        optimizer, 0
+    )  # DeepSpeed may have created it by a step, at the learning rate 0 that we start with
 
 
 def applied_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from recipes import collectives
+from recipes.moe.recycled import recycler
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH: torch.Tensor, plan: Plan, topk: int) -> torch.Tensor:
         ctx.plan = plan
-        return x_TH.index_select(0, plan.order_A // topk if topk > 1 else plan.order_A)
+        return _collect(x_TH, plan.order_A // topk if topk > 1 else plan.order_A)
 
     @staticmethod
     @once_differentiable
@@ -124,7 +125,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_TH: torch.Tensor):
         y_AH, gates_TK = ctx.saved_tensors
         order_A = ctx.plan.order_A
-        grad_AH = grad_TH.index_select(0, order_A // gates_TK.shape[1])
+        grad_AH = _collect(grad_TH, order_A // gates_TK.shape[1] if gates_TK.shape[1] > 1 else order_A)
         grad_gates = gates_TK.new_zeros(gates_TK.numel())
         grad_gates[order_A] = torch.linalg.vecdot(y_AH, grad_AH).to(gates_TK.dtype)
         gates_A1 = gates_TK.reshape(-1).index_select(0, order_A)[:, None].to(y_AH.dtype)
@@ -137,18 +138,24 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RH: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
         ctx.inverse_R = inverse_R
-        return rows_RH.index_select(0, order_R)
+        return _collect(rows_RH, order_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RH: torch.Tensor):
-        return grad_RH.index_select(0, ctx.inverse_R), None, None
+        return _collect(grad_RH, ctx.inverse_R), None, None
+
+
+def _collect(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """rows[places]."""
+    out = recycler.empty((len(places), *rows.shape[1:]), rows)
+    return torch.index_select(rows, 0, places, out=out)
 
 
 def _sum_per_token(rows_AH: torch.Tensor, plan: Plan, weights_A: torch.Tensor | None) -> torch.Tensor:
     """The sum of each token's rows, times the weights of the rows if given: [T, H]."""
     if plan.starts_T is None:
-        rows_TH = rows_AH.index_select(0, plan.places_A)
+        rows_TH = _collect(rows_AH, plan.places_A)
         return rows_TH if weights_A is None else rows_TH.mul_(weights_A.index_select(0, plan.places_A)[:, None])
     if len(rows_AH) == 0:
         return rows_AH.new_zeros(len(plan.starts_T), rows_AH.shape[1])

@@ -89,7 +89,7 @@ def _ends(sizes_L: list[int], device: torch.device) -> torch.Tensor:
 
 def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     h_RG = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH)
-    y_RH = torch.empty_like(x_RH)
+    y_RH = recycler.empty_like(x_RH)
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
     for x, h, y, w1, w2 in zip(*by_rows, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
         _read_ahead(w1)
@@ -99,7 +99,7 @@ def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) ->
 
 
 def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int], gated: bool):
-    grad_x_RH = torch.empty_like(x_RH)
+    grad_x_RH = recycler.empty_like(x_RH)
     grad_w1_LGH, grad_w2_LHF = recycler.empty_like(w1_LGH), recycler.empty_like(w2_LHF)
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))

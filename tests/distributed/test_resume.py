@@ -43,7 +43,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16")]
+)
 def test_interrupted_run_is_bitwise_the_straight_run(run_ranks, tiny_data, tmp_path, stage, precision):
     straight = training_config(tiny_data, tmp_path / "straight", stage)
     straight.train.precision = Precision[precision]
