@@ -11,6 +11,7 @@ from tests.unit.moe import oracle
 from tests.unit.moe.layers import build, gradients, random_weights
 
 BOUND = 1e-5
+STEPS = 3  # made before the one that is compared
 
 
 def options_of(config: Config, bias_E: list[float], tokens_BS: torch.Tensor) -> oracle.Options:
@@ -55,7 +56,14 @@ def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> t
             balance = oracle.balance(routed.probs_TE, routed.counts_E)
         case AuxLossScope.global_batch:
             balance = oracle.balance(routed.probs_TE, previous_E)
-    return config.moe.moe_aux_loss_coeff * balance + config.moe.moe_z_loss_coeff * oracle.z_loss(routed.logits_TE)
+    moe, weights = config.moe, []
+    for start, end in (
+        (moe.moe_aux_loss_coeff, moe.moe_aux_loss_coeff_end),
+        (moe.moe_z_loss_coeff, moe.moe_z_loss_coeff_end),
+    ):
+        first, last = moe.moe_loss_coeff_ramp or (0, 1)
+        weights.append(start if end is None else start + (end - start) * (STEPS + 1 - first) / (last - first))
+    return weights[0] * balance + weights[1] * oracle.z_loss(routed.logits_TE)
 
 
 def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, bound: float = BOUND) -> oracle.Routed:
@@ -66,7 +74,7 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
     generator = torch.Generator().manual_seed(seed + 1)
     bias_E = (0.3 * torch.randn(config.moe.num_moe_experts, generator=generator)).tolist()
     rows = len(layer.context.layers)
-    layer.context.load({"previous_counts": [previous_E] * rows, "bias": [bias_E] * rows})
+    layer.context.load({"previous_counts": [previous_E] * rows, "bias": [bias_E] * rows, "steps": STEPS})
     shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden_size)
     tokens_BS = torch.randint(0, config.model.vocab_size, shape[1::-1], generator=generator)
     layer.context.begin(tokens_BS)

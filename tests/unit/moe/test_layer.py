@@ -108,9 +108,53 @@ def test_any_number_of_tokens_experts_and_choices():
             moe__moe_min_capacity=data.draw(st.integers(0, 2)),
             moe__moe_token_drop_policy=data.draw(st.sampled_from(TokenDropPolicy)),
         )
+        moe, kind = config.moe, data.draw(st.sampled_from(RouterType))
+        if kind is RouterType.topk and data.draw(st.booleans()):
+            moe.moe_router_score_function, moe.moe_router_pre_softmax = ScoreFunction.sigmoid, True
+        moe.moe_router_type, moe.moe_router_enable_expert_bias = (
+            kind,
+            kind is RouterType.topk and data.draw(st.booleans()),
+        )
+        if kind is RouterType.expert_choice:
+            moe.moe_router_pre_softmax = True
+        if data.draw(st.booleans()):
+            moe.moe_shared_expert_intermediate_size, moe.moe_use_residual = 3, data.draw(st.booleans())
         compare(config, seed=data.draw(st.integers(0, 99)), bound=1e-3)  # fp32 of one or two products can cancel
 
     check()
+
+
+@pytest.mark.parametrize("kind", RouterType)
+@forked
+def test_gradients_by_finite_differences(kind):
+    """Along a random direction of all weights and the input, in fp32; the choice of experts must not change on the way."""
+    config = layer_config(3, 1, moe__moe_router_type=kind, moe__moe_aux_loss_coeff=0.0, moe__moe_z_loss_coeff=0.0)
+    config.moe.moe_router_pre_softmax, config.moe.moe_shared_expert_intermediate_size = True, 5
+    config.moe.moe_use_residual = True
+    layer = build(config, random_weights(config))
+    layer.context.begin(torch.tensor([[3, 1, 4]]))
+    generator = torch.Generator().manual_seed(0)
+    x, pull = (torch.randn(3, 1, 8, generator=generator) for _ in range(2))
+    tensors = [x.requires_grad_(), *layer.parameters()]
+    along = [torch.randn(tensor.shape, generator=generator) for tensor in tensors]
+
+    def moved(step: float) -> tuple[float, list]:
+        with torch.no_grad():
+            for tensor, direction in zip(tensors, along, strict=True):
+                tensor += step * direction
+            value = (layer(x)[0].double() * pull).sum().item()
+            ids = layer.routed.choose(x.view(3, 8), layer.routed.router, (3, 1), True).chosen_TE.tolist()
+            for tensor, direction in zip(tensors, along, strict=True):
+                tensor -= step * direction
+        return value, ids
+
+    (layer(x)[0] * pull).sum().backward()
+    slope = sum(
+        (tensor.grad.double() * direction).sum().item() for tensor, direction in zip(tensors, along, strict=True)
+    )
+    (above, one), (below, other) = moved(1e-3), moved(-1e-3)
+    assert one == other and abs(slope) > 0.1
+    assert (above - below) / 2e-3 == pytest.approx(slope, rel=2e-3)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 8])
