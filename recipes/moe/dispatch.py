@@ -26,8 +26,8 @@ class Plan:
 
     `order_A`: kept assignments (t K + k) sorted by global expert. `places_A`: of the kept assignments in their own order, the
     row in `order_A`. `starts_T`: where those of each token begin in `places_A`; None when each token has exactly one.
-    `sizes_L`: rows for each local expert. With expert parallelism also rows sent to and received from each rank, and the order
-    that sorts received rows by local expert.
+    `sizes_L`: rows for each local expert. With expert parallelism also rows sent to and received from each rank, the order that
+    sorts received rows by local expert, and the one that undoes it.
     """
 
     order_A: torch.Tensor
@@ -37,6 +37,7 @@ class Plan:
     sent: list[int]
     received: list[int]
     sort_R: torch.Tensor | None
+    unsort_R: torch.Tensor | None
 
 
 def make_plan(ids_TK: torch.Tensor, keep_TK: torch.Tensor | None, num_experts: int, group) -> Plan:
@@ -49,7 +50,7 @@ def make_plan(ids_TK: torch.Tensor, keep_TK: torch.Tensor | None, num_experts: i
     places_A, starts_T = _places(order_A, ids_TK.shape, keep_TK)
     counts_E = torch.bincount(flat, minlength=num_experts)
     if group is None:
-        return Plan(order_A, places_A, starts_T, counts_E.tolist(), [], [], None)
+        return Plan(order_A, places_A, starts_T, counts_E.tolist(), [], [], None, None)
     size = collectives.group_size(group)
     counts_PL = counts_E.view(size, -1)
     arriving_PL = collectives.exchange_equal(counts_PL, group)  # [source rank, local expert]
@@ -57,7 +58,8 @@ def make_plan(ids_TK: torch.Tensor, keep_TK: torch.Tensor | None, num_experts: i
     experts_R = torch.arange(local, device=flat.device).repeat(size).repeat_interleave(arriving_PL.reshape(-1))
     table = torch.cat((counts_PL.sum(1), arriving_PL.sum(1), arriving_PL.sum(0))).tolist()  # one copy to the host
     sizes_L, sent, received = table[2 * size :], table[:size], table[size : 2 * size]
-    return Plan(order_A, places_A, starts_T, sizes_L, sent, received, torch.argsort(experts_R, stable=True))
+    sort_R = torch.argsort(experts_R, stable=True)
+    return Plan(order_A, places_A, starts_T, sizes_L, sent, received, sort_R, _inverse(sort_R))
 
 
 def _places(
@@ -86,13 +88,13 @@ def scatter_to_experts(x_TH: torch.Tensor, plan: Plan, topk: int, group) -> torc
     if plan.sort_R is None:
         return x_AH
     x_RH = collectives.exchange_rows(x_AH, plan.sent, plan.received, group)
-    return _Permute.apply(x_RH, plan.sort_R, _inverse(plan.sort_R))
+    return _Permute.apply(x_RH, plan.sort_R, plan.unsort_R)
 
 
 def gather_from_experts(y_RH: torch.Tensor, plan: Plan, gates_TK: torch.Tensor, group) -> torch.Tensor:
     """Outputs weighted by their gates and summed per token: [T, H]. A token with no kept choice gets zero."""
     if plan.sort_R is not None:
-        y_RH = _Permute.apply(y_RH, _inverse(plan.sort_R), plan.sort_R)
+        y_RH = _Permute.apply(y_RH, plan.unsort_R, plan.sort_R)
         y_RH = collectives.exchange_rows(y_RH, plan.received, plan.sent, group)
     return _Combine.apply(y_RH, gates_TK, plan)
 
