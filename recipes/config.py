@@ -82,10 +82,12 @@ class AuxLossScope(enum.Enum):
 
 
 class RouterType(enum.Enum):
-    """Who chooses: tokens their best experts; experts their best tokens of a micro-batch, later ones of a sequence among them;
-    or, as controls, nobody: a fixed table from token ids, or chance (from the seed and the sequence so far)."""
+    """Who chooses: tokens their best experts, in training perhaps at prices that even out the load of a micro-batch (sinkhorn);
+    experts their best tokens of a micro-batch, later ones of a sequence among them; or, as controls, nobody: a fixed table from
+    token ids, or chance (from the seed and the sequence so far)."""
 
     topk = "topk"
+    sinkhorn = "sinkhorn"
     expert_choice = "expert_choice"
     hash = "hash"
     random = "random"

@@ -177,6 +177,20 @@ def route(
     return Routing(logits_TE, probs_TE, ids_TK, gates_TK, made_TK)
 
 
+def sinkhorn_prices(logits_TE: torch.Tensor, iterations: int = 20) -> torch.Tensor:
+    """What to add to logits so that tokens choose evenly: fp32 [E], without gradient.
+
+    Scaling exp(logits) to rows of equal sum and columns of equal sum, in turn, as S-BASE does (Clark et al. 2022, arXiv
+    2202.01169), in logarithms. Factors of rows change no token's choice; those of columns are the prices.
+    """
+    logits_TE = logits_TE.detach()
+    prices_E = torch.zeros_like(logits_TE[0])
+    for _ in range(iterations):
+        rows_T1 = torch.logsumexp(logits_TE + prices_E, dim=1, keepdim=True)
+        prices_E = math.log(len(logits_TE) / len(prices_E)) - torch.logsumexp(logits_TE - rows_T1, dim=0)
+    return prices_E
+
+
 def capacity(tokens: int, topk: int, num_experts: int, factor: float, minimum: int = 0) -> int:
     """Most tokens that one expert takes of this rank's `tokens`: ceil(T K factor / E), at least `minimum`, at most T."""
     even_share = Fraction(str(factor)) * tokens * topk / num_experts  # exact: in floats ceil(100 x 1.1 / 10) is 12

@@ -16,7 +16,17 @@ from recipes.logical import num_moe_experts
 from recipes.moe import controls
 from recipes.moe.context import MoeContext
 from recipes.moe.expert_choice import by_token, choose_tokens
-from recipes.moe.router import Routing, capacity, gates, kept, probabilities, route, router_logits, scores
+from recipes.moe.router import (
+    Routing,
+    capacity,
+    gates,
+    kept,
+    probabilities,
+    route,
+    router_logits,
+    scores,
+    sinkhorn_prices,
+)
 
 
 class Router:
@@ -48,7 +58,7 @@ class Router:
             logits_TE = router_logits(self._jittered(x_TH) if training else x_TH, weight_EH)
             if kind is RouterType.expert_choice:
                 return self._experts_choose(logits_TE, sequence_shape, 1.0 if factor is None else factor)
-            routing = self._tokens_choose(logits_TE, training)
+            routing = self._tokens_choose(logits_TE, sequence_shape, training)
         if factor is None:
             return routing
         limit = capacity(len(x_TH), routing.ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
@@ -68,8 +78,12 @@ class Router:
             noise_TH = torch.empty_like(x_TH, dtype=torch.float32).uniform_(1 - eps, 1 + eps)
         return x_TH.float() * noise_TH
 
-    def _tokens_choose(self, logits_TE: torch.Tensor, training: bool) -> Routing:
+    def _tokens_choose(self, logits_TE: torch.Tensor, sequence_shape: tuple[int, int], training: bool) -> Routing:
         moe, noise_TE, uniform_T = self.moe, None, None
+        if training and moe.moe_router_type is RouterType.sinkhorn:
+            return route(
+                logits_TE, moe, noise_TE=sinkhorn_prices(self.context.pool(logits_TE.detach(), sequence_shape))
+            )
         sampled = moe.moe_second_expert is SecondExpert.sampled
         if training and (moe.moe_router_gumbel_scale or sampled):
             with self._drawing():

@@ -89,6 +89,10 @@ _SCORES = (
 )
 _WITHOUT_EFFECT = {
     RouterType.topk: ((), ""),
+    RouterType.sinkhorn: (
+        tuple(name for name in _TOKENS_CHOOSE if name != "moe_router_norm_topk_prob"),
+        "prices of experts that follow from the micro-batch decide",
+    ),
     RouterType.expert_choice: (
         (*_TOKENS_CHOOSE, "moe_router_pre_softmax", "moe_token_drop_policy"),
         "experts choose their best tokens, whose gates are their scores",
@@ -108,7 +112,9 @@ def _router(config: Config) -> Problems:
         if value != default:
             way_out = f"use moe.{name}={schema.show(default)}, or moe.moe_router_type=topk"
             yield f"moe.{name}={schema.show(value)} with {shown}: {why}; {way_out}"
-    losses = {} if kind is RouterType.topk else {"moe_aux_loss_coeff": "every expert takes as many tokens already"}
+    losses: dict[str, str] = {}
+    if kind is RouterType.expert_choice:
+        losses = {"moe_aux_loss_coeff": "every expert takes as many tokens already"}
     if kind in (RouterType.hash, RouterType.random):
         losses = dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), "there is no router to train")
     for name, reason in losses.items():
@@ -150,7 +156,7 @@ def _routing(config: Config) -> Problems:
     if moe.moe_router_topk > moe.num_moe_experts:
         limit = f"moe.num_moe_experts={moe.num_moe_experts}"
         yield f"moe.moe_router_topk={moe.moe_router_topk} must be at most {limit}; use fewer choices, or more experts"
-    if moe.moe_router_type is not RouterType.topk:
+    if moe.moe_router_type not in (RouterType.topk, RouterType.sinkhorn):
         return
     if moe.moe_router_score_function is ScoreFunction.sigmoid and not moe.moe_router_pre_softmax:
         reason = "there is no softmax to come before or after the choice"

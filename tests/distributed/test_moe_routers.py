@@ -30,6 +30,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe__moe_expert_capacity_factor": 0.8,
         "moe__moe_aux_loss_coeff": 0.0,
     },
+    "sinkhorn": {"moe__moe_router_type": RouterType.sinkhorn},
     "hash": NO_LOSS | {"moe__moe_router_type": RouterType.hash},
     "random": NO_LOSS | {"moe__moe_router_type": RouterType.random},
     "biases": SIGMOID | {"moe__moe_router_enable_expert_bias": True, "moe__moe_router_bias_update_rate": RATE},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction, TokenDropPolicy
@@ -44,7 +46,8 @@ def expected(
     factor = moe.moe_expert_capacity_factor if training else moe.moe_eval_capacity_factor
     by_probability = moe.moe_token_drop_policy is TokenDropPolicy.probs
     settings = (moe.moe_router_topk, moe.moe_router_pre_softmax, factor, moe.moe_min_capacity, by_probability)
-    return oracle.moe_layer(x_SBH, weights, *settings, options=options)
+    sinkhorn = training and moe.moe_router_type is RouterType.sinkhorn
+    return oracle.moe_layer(x_SBH, weights, *settings, options=replace(options, sinkhorn=sinkhorn))
 
 
 def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> torch.Tensor:

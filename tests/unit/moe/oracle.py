@@ -28,6 +28,7 @@ class Options:
     group_topk: int = 1
     bias: list[float] | None = None
     experts_choose: bool = False
+    sinkhorn: bool = False  # 20 rounds, over the tokens given
     assigned: list[list[int]] | None = None  # of each token, with equal gates, in place of a router
 
 
@@ -78,9 +79,13 @@ def moe_layer(
         if options.assigned is not None:
             chosen.append(options.assigned[t])
             gates.append([torch.tensor(1 / topk) for _ in range(topk)])
-        elif not options.experts_choose:
+        elif not options.experts_choose and not options.sinkhorn:
             chosen.append(best_experts(logits_E, scores_E, topk, pre_softmax, options))
             gates.append(gates_of(scores_E, chosen[t], pre_softmax, options))
+    if options.sinkhorn:
+        for scores_E, plan_E in zip(all_scores, balanced(all_logits, rounds=20), strict=True):
+            chosen.append(sorted(range(experts), key=lambda expert, plan_E=plan_E: -plan_E[expert])[:topk])
+            gates.append(gates_of(scores_E, chosen[-1], pre_softmax, options))
     limit = len(tokens)
     if options.experts_choose:
         taken = capacity(len(tokens), topk, experts, 1.0 if factor is None else factor, minimum)
@@ -115,6 +120,16 @@ def with_shared(x_H: torch.Tensor, y_H: torch.Tensor, weights: Weights) -> torch
         own = 1 / (1 + torch.exp(logits[1] - logits[0]))
         return own * y_H + (1 - own) * shared_H
     return y_H + shared_H
+
+
+def balanced(logits: list[torch.Tensor], rounds: int) -> list[list[float]]:
+    """exp(logits) with rows, then columns, scaled to equal sums, again and again."""
+    plan = [[math.exp(logit) for logit in row.tolist()] for row in logits]
+    for _ in range(rounds):
+        plan = [[value / sum(row) for value in row] for row in plan]
+        columns = [sum(column) * len(plan[0]) / len(plan) for column in zip(*plan, strict=True)]
+        plan = [[value / column for value, column in zip(row, columns, strict=True)] for row in plan]
+    return plan
 
 
 def chosen_by_experts(scores: list[torch.Tensor], taken: int, batch: int) -> list[list[int]]:

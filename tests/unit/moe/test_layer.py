@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.config import Activation, AuxLossScope, Config, MoeBackend, RouterType, ScoreFunction, TokenDropPolicy
+from recipes.config import (
+    Activation,
+    AuxLossScope,
+    Config,
+    MoeBackend,
+    RouterType,
+    ScoreFunction,
+    SecondExpert,
+    TokenDropPolicy,
+)
 from tests.ranks import forked
 from tests.unit.moe.comparing import compare
 from tests.unit.moe.layers import build, layer_config, pieces, random_weights
@@ -60,6 +69,38 @@ def test_experts_that_choose():
         moe.moe_aux_loss_coeff = 0.0
         routed = compare(config, seed=number)
         assert len(set(routed.counts_E)) == 1  # equally many each
+
+
+@forked
+def test_experts_at_prices():
+    for number, (topk, pre_softmax, factor) in enumerate(itertools.product((1, 2), (True, False), (None, 1.0))):
+        if topk == 1 and not pre_softmax:
+            continue
+        config = layer_config(moe__moe_router_type=RouterType.sinkhorn, moe__moe_router_topk=topk)
+        config.moe.moe_router_pre_softmax, config.moe.moe_expert_capacity_factor = pre_softmax, factor
+        compare(config, seed=number)
+
+
+NOISE = {
+    "moe__moe_input_jitter_eps": 0.5,
+    "moe__moe_router_gumbel_scale": 1.0,
+    "moe__moe_expert_dropout": 0.5,
+    "moe__moe_second_expert": SecondExpert.threshold,
+    "moe__moe_router_type": RouterType.sinkhorn,
+}
+
+
+@forked
+def test_noise_and_prices_are_for_training_alone():
+    weights = random_weights(layer_config())
+    x_SBH = torch.randn(4, 3, 8)
+    plain = build(layer_config(), weights)
+    quiet = plain(x_SBH)[0]
+    for key, value in NOISE.items():
+        layer = build(layer_config(**{key: value}), weights)
+        different = [not torch.equal(layer(x_SBH)[0], quiet) for _ in range(3)]
+        assert any(different), f"{key} does nothing"
+        assert torch.equal(layer.eval()(x_SBH)[0], plain.eval()(x_SBH)[0]), key
 
 
 @pytest.mark.parametrize("backend", MoeBackend)

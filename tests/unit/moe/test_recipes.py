@@ -21,6 +21,7 @@ EXPERIMENTS = (
     "hash_8e",
     "random_8e",
     "residual_8e",
+    "sinkhorn_8e",
 )
 
 

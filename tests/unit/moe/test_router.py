@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.config import MoeConfig, ScoreFunction, SecondExpert
-from recipes.moe.router import Routing, capacity, kept, route, router_logits, scores
+from recipes.moe.router import Routing, capacity, kept, route, router_logits, scores, sinkhorn_prices
 from tests.unit.moe import oracle
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
@@ -248,3 +248,16 @@ def test_gumbel_noise_draws_experts_in_proportion_to_their_probability():
     share_E = torch.bincount(found.ids_TK[:, 0], minlength=4) / 40000
     torch.testing.assert_close(share_E, torch.softmax(LOGITS[0], 0), rtol=0, atol=0.01)
     torch.testing.assert_close(found.gates_TK, found.probs_TE.gather(1, found.ids_TK))
+
+
+def test_prices_even_out_the_load():
+    """Of 4096 tokens that all prefer the first experts."""
+    logits_TE = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(2, -2, 8)
+    prices_E = sinkhorn_prices(logits_TE)
+    assert (prices_E[1:] > prices_E[:-1]).all()
+    before, after = (route(logits_TE, described(1), noise_TE=noise).counts_E for noise in (None, prices_E))
+    assert before.max() > 4 * 512 and after.max() < 1.2 * 512
+    plan_TE = torch.softmax(logits_TE + prices_E, 1)
+    torch.testing.assert_close(plan_TE.sum(0), torch.full((8,), 512.0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(sinkhorn_prices(logits_TE + 50), prices_E - 0.0, rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(sinkhorn_prices(1e4 * logits_TE)).all()

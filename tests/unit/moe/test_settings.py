@@ -12,6 +12,7 @@ from recipes.validation.limits import check_ranges
 
 SIGMOID = {"moe_router_score_function": ScoreFunction.sigmoid}
 CHOICE = {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0}
+SINKHORN = {"moe_router_type": RouterType.sinkhorn}
 HASH = {"moe_router_type": RouterType.hash, "moe_aux_loss_coeff": 0.0}
 SAMPLED = {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
@@ -75,6 +76,9 @@ def found(config: Config) -> list[str]:
         (CHOICE | {"moe_router_norm_topk_prob": True, "moe_router_topk": 2}, ["norm_topk_prob=true", "choice", "null"]),
         (CHOICE | {"moe_router_enable_expert_bias": True}, ["enable_expert_bias=true", "choice", "=false"]),
         (CHOICE | {"moe_token_drop_policy": TokenDropPolicy.position}, ["drop_policy=position", "choice", "probs"]),
+        (SINKHORN | GROUPS | {"moe_router_group_topk": None}, ["num_groups=4", "type=sinkhorn", "prices", "null"]),
+        (SINKHORN | {"moe_router_gumbel_scale": 1.0}, ["gumbel_scale=1.0", "type=sinkhorn", "=0.0"]),
+        (SINKHORN | {"moe_router_pre_softmax": False}, ["pre_softmax=false", "topk=1", "always 1"]),
         (HASH | {"moe_aux_loss_coeff": 0.1}, ["aux_loss_coeff=0.1", "type=hash", "no router", "=0.0"]),
         (HASH | {"moe_z_loss_coeff": 0.1}, ["z_loss_coeff=0.1", "type=hash", "no router", "=0.0"]),
         (
@@ -135,6 +139,8 @@ def test_each_problem_is_one_message_with_a_way_out(changes, expected):
         {"moe_layer_pattern": [0, 1, 1, 1], "moe_expert_dropout": 0.4, "moe_init_scale": 0.1},
         SHARED | {"moe_shared_expert_gate": True},
         SHARED | {"moe_use_residual": True, "backend": MoeBackend.deepspeed, "moe_init_scale": 0.1},
+        SINKHORN | {"moe_router_topk": 2, "moe_router_norm_topk_prob": True, "moe_input_jitter_eps": 0.1},
+        SINKHORN | SIGMOID | {"moe_expert_capacity_factor": 1.0},
         HASH | {"moe_router_topk": 8, "moe_expert_capacity_factor": 1.5},
         HASH | {"moe_router_type": RouterType.random},
         SAMPLED,
