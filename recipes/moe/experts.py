@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from recipes.moe.recycled import recycler
 
-_CACHE_BYTES = 4 << 20  # matrices up to this size are read ahead
+# A product of few rows with a matrix that is not in the cache waits for one line of memory after the other; read as a stream
+# first, the matrix costs half. Larger matrices would not stay in the cache, and with more rows the product hides the waiting.
+_READ_AHEAD_BYTES, _READ_AHEAD_ROWS = 4 << 20, 128
 
 
 def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -28,9 +30,9 @@ def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
 
 
 def _activate_backward(grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activations once more, and the gradient of `h_RG` from theirs."""
+    """The activations once more, and the gradient of `h_RG` from theirs, which it may overwrite."""
     if not gated:
-        return F.gelu(h_RG), torch.ops.aten.gelu_backward(grad_RF, h_RG)
+        return F.gelu(h_RG), torch.ops.aten.gelu_backward.grad_input(grad_RF, h_RG, grad_input=grad_RF)
     gate_RF, up_RF = h_RG.chunk(2, dim=-1)
     silu_RF = F.silu(gate_RF)
     grad_RG = torch.empty_like(h_RG)
@@ -92,7 +94,7 @@ def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) ->
     y_RH = recycler.empty_like(x_RH)
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
     for x, h, y, w1, w2 in zip(*by_rows, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
-        _read_ahead(w1)
+        _read_ahead(w1, x)
         torch.mm(x, w1.t(), out=h)
         torch.mm(activate(h, gated), w2.t(), out=y)
     return h_RG, y_RH
@@ -104,7 +106,9 @@ def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int],
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
     for x, h, grad_y, grad_x, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
+        _read_ahead(w2, x)
         a, grad_h = _activate_backward(torch.mm(grad_y, w2), h, gated)
+        _read_ahead(w1, x)
         torch.mm(grad_h, w1, out=grad_x)
         # Adding to zeros is faster than overwriting: zeros come into the cache without the old values being read.
         grad_w1.zero_().addmm_(grad_h.t(), x)
@@ -112,7 +116,7 @@ def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int],
     return grad_x_RH, grad_w1_LGH, grad_w2_LHF
 
 
-def _read_ahead(matrix: torch.Tensor) -> None:
-    """Bring a matrix into the cache. A product with few rows would wait for one line of memory after the other."""
-    if matrix.device.type == "cpu" and matrix.nbytes <= _CACHE_BYTES:
+def _read_ahead(matrix: torch.Tensor, rows: torch.Tensor) -> None:
+    """Bring a matrix into the cache for a product with these rows, if that helps."""
+    if 0 < len(rows) <= _READ_AHEAD_ROWS and matrix.nbytes <= _READ_AHEAD_BYTES and matrix.device.type == "cpu":
         torch.linalg.vector_norm(matrix)
