@@ -388,8 +388,8 @@ def _shown(config: Config, world_size: int, cluster: Cluster | None = None) -> s
 
 
 def test_plan_and_table_show_stages_and_the_bubble():
-    config = compose(["experiment=switch_8e", "model.vocab_size=4096", "model.num_layers=5", "zero.stage=1"])
-    parallel, config.train.micro_batch_size = config.parallel, 2
+    config = compose(["experiment=switch_8e", "data.path=null", "model.vocab_size=4096", "zero.stage=1"])
+    parallel, config.model.num_layers, config.train.micro_batch_size = config.parallel, 5, 2
     parallel.pipeline_model_parallel_size = parallel.tensor_model_parallel_size = parallel.data_parallel_size = 2
     assert problems(config, 8, launch_dir=Path(), dry_run=True) == []
     sizes = plan(config, 8, Cluster(2, 4))
