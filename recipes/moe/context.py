@@ -22,7 +22,7 @@ from recipes.moe.controls import prefix_keys
 from recipes.moe.router import Routing
 from recipes.topology import Role
 
-_SUMS = ("tokens", "dropped", "entropy", "gates", "balance", "z")  # columns behind the E counts
+_SUMS = ("tokens", "dropped", "entropy", "balance", "z")  # columns behind counts and gates of the E experts
 
 
 class MoeContext:
@@ -44,7 +44,7 @@ class MoeContext:
         self.layers = moe_layers(config)
         num_experts = num_moe_experts(config)
         self.first_expert = groups.index(Role.ep) * num_experts // layout.expert_parallel_size
-        shape = (len(self.layers), num_experts + len(_SUMS))
+        shape = (len(self.layers), 2 * num_experts + len(_SUMS))
         self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())
         # Counts of the step before, for the scope global_batch; equal at first.
         self.previous_NE = torch.ones(len(self.layers), num_experts, dtype=torch.int64, device=self.report.device)
@@ -109,11 +109,11 @@ class MoeContext:
     def _record(self, row: int, counts_E: torch.Tensor, routing: Routing, balance, z) -> None:
         if not self.reports or not self.recording:
             return
-        probs_TE, gates_TK = routing.probs_TE, routing.gates_TK
-        gates = (gates_TK if routing.made_TK is None else gates_TK * routing.made_TK).sum()
-        sums = [len(probs_TE), routing.dropped, torch.special.entr(probs_TE).sum(), gates, balance, z]
-        columns = [torch.as_tensor(value, dtype=torch.float64, device=self.report.device) for value in sums]
-        self.report[row] += torch.cat((counts_E.double(), torch.stack(columns)))
+        probs_TE = routing.probs_TE
+        sums = [len(probs_TE), routing.dropped, torch.special.entr(probs_TE).sum(), balance, z]
+        # Plain numbers are filled in on the device: copying them there would wait for all that it has to do.
+        columns = [self.report.new_zeros(()) + value for value in sums]
+        self.report[row] += torch.cat((counts_E.double(), routing.gates_E, torch.stack(columns)))
 
     def _balance(
         self, row: int, routing: Routing, counts_E: torch.Tensor, sequence_shape: tuple[int, int]
@@ -174,8 +174,9 @@ class MoeContext:
         alone = self.groups.layout.world_size == 1
         report = self.report if alone else collectives.sum_over_ranks(self.report)
         num_experts = self.previous_NE.shape[1]
-        counts_NE, sums = report[:, :num_experts], dict(zip(_SUMS, report[:, num_experts:].t(), strict=True))
-        metrics = load_metrics(counts_NE, sums, self.previous_NE)
+        counts_NE, gates_NE, sums_NS = report.split((num_experts, num_experts, len(_SUMS)), dim=1)
+        sums = dict(zip(_SUMS, sums_NS.t(), strict=True))
+        metrics = load_metrics(counts_NE, gates_NE, sums, self.previous_NE)
         if applied:
             self._learn_from(counts_NE.round().long())
         self.steps += 1
@@ -204,26 +205,33 @@ class MoeContext:
         self.steps = state.get("steps", self.steps)
 
 
-def load_metrics(counts_NE: torch.Tensor, sums: dict[str, torch.Tensor], previous_NE: torch.Tensor) -> dict[str, Any]:
-    """Load per layer and expert. `sums` [N]: number of tokens, dropped choices, entropies, gates.
+def load_metrics(
+    counts_NE: torch.Tensor, gates_NE: torch.Tensor, sums: dict[str, torch.Tensor], previous_NE: torch.Tensor
+) -> dict[str, Any]:
+    """Load per layer and expert. `gates_NE`: sums of gates; `sums` [N]: number of tokens, dropped choices, entropies.
 
     `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
-    `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices;
-    `routing_change`: part of the choices that would have to go elsewhere for the load of the step before, mean over layers;
-    `dead_experts`: without any token.
+    `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices, of each expert
+    null when nothing chose it; `routing_change`: part of the choices that would have to go elsewhere for the load of the step
+    before, mean over layers; `dead_experts`: without any token.
     """
     mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
     choices_N = counts_NE.sum(dim=1).clamp(min=1)
     max_vio_N = counts_NE.max(dim=1).values / mean_N - 1
     before_NE = previous_NE / previous_NE.sum(dim=1, keepdim=True).clamp(min=1)
     change_N = 0.5 * (counts_NE / choices_N[:, None] - before_NE).abs().sum(dim=1)
-    metrics: dict[str, Any] = {
+    counts, gate_means = counts_NE.long().tolist(), (gates_NE / counts_NE).tolist()
+    gate_mean_per_expert = [
+        [round(mean, 5) if count else None for count, mean in zip(*layer, strict=True)]
+        for layer in zip(counts, gate_means, strict=True)
+    ]
+    return {
         "moe/max_vio": float(max_vio_N.max()),
         "moe/drop_rate": float(sums["dropped"].sum() / counts_NE.sum().clamp(min=1)),
         "moe/router_entropy": float((sums["entropy"] / sums["tokens"].clamp(min=1)).mean()),
-        "moe/gate_mean": float((sums["gates"] / choices_N).mean()),
+        "moe/gate_mean": float((gates_NE.sum(dim=1) / choices_N).mean()),
         "moe/routing_change": float(change_N.mean()),
         "moe/dead_experts": int((counts_NE == 0).sum()),
-        "moe/tokens_per_expert": counts_NE.long().tolist(),
+        "moe/tokens_per_expert": counts,
+        "moe/gate_mean_per_expert": gate_mean_per_expert,
     }
-    return metrics

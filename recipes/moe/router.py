@@ -32,11 +32,19 @@ class Routing:
 
     @property
     def counts_E(self) -> torch.Tensor:
-        """Choices of each expert, kept or not: int64 [E]."""
-        experts = self.probs_TE.shape[1]
-        if self.made_TK is None:
-            return torch.bincount(self.ids_TK.reshape(-1), minlength=experts)
-        return torch.bincount(self.ids_TK.masked_fill(~self.made_TK, experts).reshape(-1), minlength=experts + 1)[:-1]
+        """Choices of each expert, kept or not: int64 [E]. (On CUDA torch.bincount would wait for the device.)"""
+        made_TK = torch.ones_like(self.ids_TK) if self.made_TK is None else self.made_TK.long()
+        return self._sum_by_expert(made_TK)
+
+    @property
+    def gates_E(self) -> torch.Tensor:
+        """The sum over the choices of each expert of their gates, without gradient: float64 [E]."""
+        gates_TK = self.gates_TK.detach().double()
+        return self._sum_by_expert(gates_TK if self.made_TK is None else gates_TK * self.made_TK)
+
+    def _sum_by_expert(self, values_TK: torch.Tensor) -> torch.Tensor:
+        sums_E = values_TK.new_zeros(self.probs_TE.shape[1])
+        return sums_E.scatter_add_(0, self.ids_TK.reshape(-1), values_TK.reshape(-1))
 
     @property
     def used_TK(self) -> torch.Tensor | None:

@@ -99,10 +99,13 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
             assert not any(grad.any() for name, grad in found.items() if name.startswith(f"experts.{expert}."))
 
     report, experts = layer.context.report[0].tolist(), config.moe.num_moe_experts
-    tokens, dropped, _, gates, *_ = report[experts:]
-    assert report[:experts] == routed.counts_E
+    counts, gates, (tokens, dropped, *_) = report[:experts], report[experts : 2 * experts], report[2 * experts :]
+    assert counts == routed.counts_E
     assert tokens == len(routed.chosen) and dropped == sum(routed.counts_E) - len(routed.kept)
-    assert abs(gates - sum(gate.item() for row in routed.gates for gate in row)) < 1e-4 * max(1, gates)
+    for expert, total in enumerate(gates):
+        choices = [zip(*row, strict=True) for row in zip(routed.chosen, routed.gates, strict=True)]
+        wanted = sum(gate.item() for pairs in choices for chosen, gate in pairs if chosen == expert)
+        assert abs(total - wanted) < 1e-4 * max(1, wanted)
     with torch.no_grad():
         evaluated = layer.eval()(x_SBH)[0]
         wanted_out = expected(config, exact["x"], exact, options, training=False).out_SBH

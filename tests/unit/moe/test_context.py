@@ -22,10 +22,11 @@ def test_load_metrics_by_hand():
         "tokens": torch.tensor([4.0, 4.0]),
         "dropped": torch.tensor([3.0, 1.0]),
         "entropy": torch.tensor([4 * math.log(2), 4 * math.log(4)]),
-        "gates": torch.tensor([4.0, 2.0]),
     }
-    metrics = load_metrics(counts_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]))
+    gates_NE = torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
+    metrics = load_metrics(counts_NE, gates_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]))
     assert metrics["moe/gate_mean"] == pytest.approx((4 / 8 + 2 / 8) / 2)
+    assert metrics["moe/gate_mean_per_expert"] == [[0.5, 0.5, None, None], [0.25] * 4]
     assert metrics["moe/routing_change"] == pytest.approx((0.5 * (0.375 + 0.125 + 0.25 + 0.25) + 0) / 2)
     assert metrics["moe/max_vio"] == pytest.approx((6 - 2) / 2)
     assert metrics["moe/drop_rate"] == pytest.approx(4 / 16)

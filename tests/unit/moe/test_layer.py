@@ -149,7 +149,8 @@ def test_any_number_of_tokens_experts_and_choices():
             moe__moe_min_capacity=data.draw(st.integers(0, 2)),
             moe__moe_token_drop_policy=data.draw(st.sampled_from(TokenDropPolicy)),
         )
-        moe, kind = config.moe, data.draw(st.sampled_from(RouterType))
+        kinds = [kind for kind in RouterType if kind is not RouterType.sinkhorn or sequence * batch > 1]
+        moe, kind = config.moe, data.draw(st.sampled_from(kinds))  # prices make all experts alike to a single token
         if kind is RouterType.topk and data.draw(st.booleans()):
             moe.moe_router_score_function, moe.moe_router_pre_softmax = ScoreFunction.sigmoid, True
         moe.moe_router_type, moe.moe_router_enable_expert_bias = (
