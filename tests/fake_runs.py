@@ -39,6 +39,8 @@ def fake_run(
         if experts := config.moe.num_moe_experts:
             share = np.full(experts, 1 / experts)
             values["moe/tokens_per_expert"] = [random.multinomial(tokens, share).tolist() for _ in moe_layers(config)]
+            values["moe/gate_mean_per_expert"] = [[None, *random.random(experts - 1)] for _ in moe_layers(config)]
+            values["z_loss"] = 2 + random.random()
         metrics.write(step, values)
         if step in evaluations:
             domains = zip(DOMAINS, (-0.5, 0.5), strict=True)

@@ -35,8 +35,8 @@ def report(runs: Sequence[Run], out: Path, console: Console, by_domain: bool = T
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("reading", total=None)
         uses, notes = _domain_uses(runs, console) if by_domain else ({}, [])
-        with_experts = sum(run.counts_TNE is not None for run in runs)
-        progress.update(task, description="drawing", total=4 + with_experts + len(uses))
+        of_experts = sum((run.counts_TNE is not None) + (run.gates_TNE is not None) for run in runs)
+        progress.update(task, description="drawing", total=4 + (of_experts > 0) + of_experts + len(uses))
         path = page.write(runs, uses, notes, out, lambda: progress.advance(task))
     console.print(f"page {path}")
     return path

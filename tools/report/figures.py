@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")  # yellow is too pale for lines
 MOST_RUNS = 2 * len(COLOURS)
-LAST_STEPS = 50  # over which loads are averaged
+LAST_STEPS = 50  # over which loads and gates are averaged
+_MOST_COLUMNS = 60  # of a heat map over steps
 _DOTS_PER_INCH = 130
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
@@ -140,7 +141,7 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
     norm = TwoSlopeNorm(even, vmin=0, vmax=max(2 * even, 100 * share_NE.max()))  # white is an even share
     image = _shares(left, share_NE, [f"layer {layer}" for layer in layers], "RdBu_r", norm)
     left.set_title(f"share of tokens, last {last} steps")
-    _scale(figure, image, left)
+    _scale(figure, image, left, "% of tokens")
     mean_TN = counts_TNE.mean(axis=2).clip(min=1e-9)
     for row, layer in enumerate(layers):
         _curve(right, run.steps_T, counts_TNE[:, row].max(axis=1) / mean_TN[:, row] - 1, row, f"layer {layer}")
@@ -148,6 +149,58 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
     right.set_ylabel("(largest - mean) / mean load")
     if len(layers) <= 6:
         right.legend()
+    return figure
+
+
+def expert_gates(run: Run, layers: Sequence[int]) -> Figure:
+    """Mean gate of each expert in the last steps, layer by layer, and how far each layer's load moved over the run."""
+    from matplotlib.colors import Normalize
+
+    assert run.counts_TNE is not None and run.gates_TNE is not None
+    last = min(LAST_STEPS, len(run.counts_TNE))
+    counts_TNE = run.counts_TNE[-last:]
+    gate_NE = (np.nan_to_num(run.gates_TNE[-last:]) * counts_TNE).sum(axis=0) / counts_TNE.sum(axis=0).clip(min=1)
+    labels = [f"layer {layer}" for layer in layers]
+    figure, (left, right) = _panels(1, 2, height=max(3.4, 1.8 + 0.42 * len(layers)))
+    image = _heat_map(left, gate_NE, labels, "viridis", Normalize(0, max(gate_NE.max(), 1e-9)), digits=2)
+    left.set(title=f"mean gate, last {last} steps", xlabel="expert")
+    _scale(figure, image, left, "gate")
+    change_NT = routing_change(run.counts_TNE).T
+    first_T, width = run.steps_T[1:], -(-max(1, change_NT.shape[1]) // _MOST_COLUMNS)
+    blocks = [change_NT[:, start : start + width].mean(axis=1) for start in range(0, change_NT.shape[1], width)]
+    if blocks:
+        span = (first_T[0] - 0.5, first_T[0] - 0.5 + width * len(blocks), len(layers) - 0.5, -0.5)
+        image = right.imshow(100 * np.stack(blocks, axis=1), cmap="magma", vmin=0, aspect="auto", extent=span)
+        _scale(figure, image, right, "% of choices")
+    right.grid(visible=False)
+    right.set_yticks(range(len(layers)), labels)
+    right.set(title="choices that moved since the step before", xlabel="optimizer steps")
+    return figure
+
+
+def routing_change(counts_TNE: np.ndarray) -> np.ndarray:
+    """Part of a layer's choices that would have to go elsewhere for the load of the step before: [T - 1, N]."""
+    share_TNE = counts_TNE / counts_TNE.sum(axis=2, keepdims=True).clip(min=1)
+    return 0.5 * np.abs(np.diff(share_TNE, axis=0)).sum(axis=2)
+
+
+def stability(runs: Sequence[Run]) -> Figure:
+    """Loss, gradient norm and router z-loss of every step; a cross where a step was not applied."""
+    curves = {
+        "training loss": [run.lm_loss_T for run in runs],
+        "gradient norm before clipping": [run.grad_norm_T for run in runs],
+        "router z-loss": [run.z_loss_T for run in runs],
+    }
+    curves = {title: ys for title, ys in curves.items() if any(np.isfinite(y_T).any() for y_T in ys)}
+    figure, panels = _panels(1, len(curves), squeeze=False)
+    for axes, (title, ys) in zip(panels.flat, curves.items(), strict=True):
+        for number, (run, y_T) in enumerate(zip(runs, ys, strict=True)):
+            skipped_T = np.diff(run.skipped_T, prepend=0) > 0
+            axes.plot(run.steps_T, y_T, **_line(number), linewidth=0.9)
+            axes.plot(run.steps_T[skipped_T], y_T[skipped_T], "x", color=_colour(number), markersize=5)
+        axes.set(title=title, xlabel="optimizer steps", yscale="linear" if title == "training loss" else "log")
+    panels.flat[0].set_ylabel("nats per token")
+    _legend(figure, runs)
     return figure
 
 
@@ -168,7 +221,7 @@ def domain_experts(use: DomainUse) -> Figure:
         labels = use.domains if place % columns == 0 else [""] * len(use.domains)
         image = _shares(axes, share_DNE[:, place], labels, "Blues", norm)
         axes.set_title(f"layer {use.layers[place]}")
-    _scale(figure, image, list(panels.flat))
+    _scale(figure, image, list(panels.flat), "% of tokens")
     return figure
 
 
@@ -247,25 +300,33 @@ def _loss_range(runs: Sequence[Run]) -> tuple[float | None, float | None]:
 
 
 def _shares(axes: Axes, share_RE: np.ndarray, labels: Sequence[str], cmap: str, norm: Normalize) -> AxesImage:
-    """Rows x experts in per cent, with the numbers while they can be read."""
-    num_experts = share_RE.shape[1]
-    image = axes.imshow(100 * share_RE, cmap=cmap, norm=norm, aspect="auto")
+    """Rows x experts in per cent."""
+    image = _heat_map(axes, 100 * share_RE, labels, cmap, norm, digits=1)
+    axes.set_xlabel(f"expert (an even share is {100 / share_RE.shape[1]:.3g} %)")
+    return image
+
+
+def _heat_map(
+    axes: Axes, value_RE: np.ndarray, labels: Sequence[str], cmap: str, norm: Normalize, digits: int
+) -> AxesImage:
+    """Rows x experts, with the numbers while they can be read."""
+    num_experts = value_RE.shape[1]
+    image = axes.imshow(value_RE, cmap=cmap, norm=norm, aspect="auto")
     axes.grid(visible=False)
     axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
     axes.set_xticks(range(0, num_experts, 1 if num_experts <= 16 else -(-num_experts // 16)))
-    axes.set_xlabel(f"expert (an even share is {100 / num_experts:.3g} %)")
     if num_experts <= 16:
-        for (row, expert), share in np.ndenumerate(share_RE):
-            red, green, blue, _ = image.to_rgba(100 * share)
+        for (row, expert), value in np.ndenumerate(value_RE):
+            red, green, blue, _ = image.to_rgba(value)
             colour = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
-            text = f"{100 * share:.1f}".removesuffix(".0")
+            text = f"{value:.{digits}f}".removesuffix(".0")
             axes.text(expert, row, text, ha="center", va="center", color=colour, fontsize=8)
     return image
 
 
-def _scale(figure: Figure, image, axes) -> None:
+def _scale(figure: Figure, image, axes, label: str) -> None:
     bar = figure.colorbar(image, ax=axes, pad=0.02)
-    bar.set_label("% of tokens")
+    bar.set_label(label)
     bar.outline.set_visible(False)
 
 

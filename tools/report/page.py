@@ -70,6 +70,14 @@ def pictures(runs: Sequence[Run], uses: dict[int, DomainUse]) -> Iterator[Pictur
     for number, run in enumerate(runs):
         if run.counts_TNE is not None:
             yield from _expert_pictures(number, run, uses.get(number))
+    if any(run.counts_TNE is not None or run.skipped_T.any() for run in runs):
+        yield Picture(
+            "stability.png",
+            "Stability",
+            "Every step as it was, and a cross where a step was not applied. The router z-loss is the mean square of the "
+            "logarithm of the routers' summed exponentials: it grows with the routers' logits.",
+            figures.render(lambda: figures.stability(runs)),
+        )
     yield Picture(
         "optimizer.png",
         "Learning rate and gradient norm",
@@ -87,6 +95,14 @@ def _expert_pictures(number: int, run: Run, use: DomainUse | None) -> Iterator[P
         "an even load.",
         figures.render(lambda: figures.expert_load(run, moe_layers(run.config))),
     )
+    if run.gates_TNE is not None:
+        yield Picture(
+            f"gates_{suffix}",
+            f"{run.name}: gates, and how the load moves",
+            "Left: by how much the outputs of an expert are multiplied, on average. Right: the part of each layer's choices that "
+            "would have to go to other experts for the load of the step before; a router that has settled is dark.",
+            figures.render(lambda: figures.expert_gates(run, moe_layers(run.config))),
+        )
     if use is not None:
         yield Picture(
             f"domains_{suffix}",

@@ -21,6 +21,7 @@ from recipes.telemetry.jsonl import read_metrics
 
 _TOTAL = "eval/lm_loss"
 _COUNTS = "moe/tokens_per_expert"
+_GATES = "moe/gate_mean_per_expert"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Run:
     lm_loss_T: np.ndarray
     lr_T: np.ndarray
     grad_norm_T: np.ndarray
+    z_loss_T: np.ndarray
+    skipped_T: np.ndarray  # steps up to and with this one that were not applied
     counts_TNE: np.ndarray | None  # tokens of the step that each of E experts in N layers was given; None: no experts
+    gates_TNE: np.ndarray | None  # mean gate of an expert's tokens, NaN without any; None: no experts, or not recorded
     evaluations: list[Evaluation]
 
     @property
@@ -96,7 +100,10 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         lm_loss_T=_column(path, trained, "lm_loss"),
         lr_T=_column(path, trained, "lr"),
         grad_norm_T=_column(path, trained, "grad_norm"),
+        z_loss_T=_column(path, trained, "z_loss"),
+        skipped_T=np.nan_to_num(_column(path, trained, "skipped_steps")),
         counts_TNE=_counts(path, trained, config),
+        gates_TNE=_gates(path, trained, config),
         evaluations=_evaluations(path, rows, steps_T, seconds_T),
     )
 
@@ -166,6 +173,18 @@ def _counts(path: Path, rows: Sequence[dict[str, Any]], config: Config) -> np.nd
     if counts_TNE.ndim != 3 or counts_TNE.shape[2] != config.moe.num_moe_experts or counts_TNE.min() < 0:
         raise ValueError(f"{path}: {_COUNTS} must be counts of layers x {config.moe.num_moe_experts} experts")
     return counts_TNE
+
+
+def _gates(path: Path, rows: Sequence[dict[str, Any]], config: Config) -> np.ndarray | None:
+    if config.moe.num_moe_experts is None or not all(_GATES in row for row in rows):
+        return None
+    try:
+        gates_TNE = np.array([row[_GATES] for row in rows], dtype=float)  # null becomes NaN
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {_GATES} must be layers x experts in every step ({error})") from error
+    if gates_TNE.ndim != 3 or gates_TNE.shape[2] != config.moe.num_moe_experts:
+        raise ValueError(f"{path}: {_GATES} must be means of layers x {config.moe.num_moe_experts} experts")
+    return gates_TNE
 
 
 def _evaluations(

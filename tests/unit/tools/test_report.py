@@ -148,8 +148,41 @@ def test_pictures_of_experts(make, layers, experts):
     counts = np.random.default_rng(0).integers(0, 9, (3, layers, experts))
     counts[0] = 0  # text of which no token was counted
     shown = list(pictures([run], {0: DomainUse(["en", "ja", "code"], list(range(layers)), 40, counts)}))
-    assert {"experts_1_sparse.png", "domains_1_sparse.png"} | ALWAYS == {picture.file for picture in shown}
+    of_experts = {"experts_1_sparse.png", "gates_1_sparse.png", "domains_1_sparse.png", "stability.png"}
+    assert {picture.file for picture in shown} == of_experts | ALWAYS
     assert all(contrast(picture.png) > 0.02 for picture in shown)
+
+
+def test_gates_and_change_of_experts(make):
+    run = read_run(make("sparse", moe=True))
+    assert run.gates_TNE.shape == run.counts_TNE.shape and np.isnan(run.gates_TNE[:, :, 0]).all()
+    assert np.isfinite(run.gates_TNE[:, :, 1:]).all() and np.isfinite(run.z_loss_T).all()
+    counts_TNE = np.array([[[4, 0], [1, 1]], [[2, 2], [1, 1]], [[0, 4], [3, 1]]])
+    np.testing.assert_allclose(figures.routing_change(counts_TNE), [[0.5, 0], [0.5, 0.25]])
+
+
+def test_a_run_of_one_step_and_runs_recorded_before_gates_were(make):
+    folder = make("sparse", moe=True)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert all(contrast(picture.png) > 0.02 for picture in pictures([read_run(folder)], {}))
+    del lines[0]["moe/gate_mean_per_expert"]
+    (folder / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert not [picture for picture in pictures([read_run(folder)], {}) if picture.file.startswith("gates")]
+
+
+def test_steps_that_were_not_applied_are_marked(make):
+    folder = make("guarded")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "lm_loss" in line:
+            line["skipped_steps"] = int(line["step"] >= 20) + int(line["step"] >= 30)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert run.skipped_T.tolist() == [0] * 19 + [1] * 10 + [2] * 11
+    panel = figures.stability([run]).axes[0]
+    (crosses,) = [line for line in panel.lines if line.get_marker() == "x"]
+    assert crosses.get_xdata().tolist() == [20, 30] and "stability.png" in {p.file for p in pictures([run], {})}
 
 
 def test_the_scaling_picture():
@@ -185,7 +218,8 @@ def test_the_page_holds_everything_and_escapes_names(make, tmp_path, call):
     }
     images = [attributes for tag, attributes in tags.found if tag == "img"]
     files = sorted(path.name for path in out.glob("*.png"))
-    assert files == sorted(ALWAYS | {"experts_2__title_.png"}) and len(images) == len(files)
+    assert files == sorted(ALWAYS | {"experts_2__title_.png", "gates_2__title_.png", "stability.png"})
+    assert len(images) == len(files)
     assert all(attributes["src"].startswith("data:image/png;base64,") and attributes["alt"] for attributes in images)
     assert not [value for _, attributes in tags.found for key, value in attributes.items() if key in ("href", "srcset")]
     assert "//" not in "".join(tags.text.split()) and "url(" not in page and "@import" not in page
