@@ -133,6 +133,10 @@ class Arms:
     used: list[str]
     control: list[str]
 
+    def mixed(self, seed_expert: bool) -> list[str]:
+        """What the experts of the mix are made from, in order."""
+        return [*self.used, *(["seed"] if seed_expert else [])]
+
 
 def plan_arms(config: Config, info: DatasetInfo | None, mix_cost: float = 1.0) -> Arms:
     """Names and amounts. `info`: the data, None for a dry run without any.

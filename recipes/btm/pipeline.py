@@ -216,7 +216,7 @@ class Pipeline:
 
     def _make_start(self, name: str) -> None:
         """The average of the first branches, weighted by how well each explains the new domain's development text."""
-        from recipes.btm.results import Scores
+        from recipes.btm.score import Scores
 
         path = f"starts/{name}"
         members = self.arms.parts
@@ -263,7 +263,7 @@ class Pipeline:
         if not self.config.btm.mix_share:
             return
         names, ends = self.arms.used, self.arms.amounts
-        experts = [*names, *(["seed"] if self.config.btm.mix_seed_expert else [])]
+        experts = self.arms.mixed(self.config.btm.mix_seed_expert)
         arm = mix_arm(self.config, self.arms, mix_moe(self.config.btm, len(experts)))
         described = as_mix(self.base, len(experts))
         start_inputs = {

@@ -1,25 +1,23 @@
 """Merge and evaluation: scores of held-out text under each model -> weights, averages, ensembles, perplexities, compute.
 
-model, held-out text -> Scores (kept per model, so that an added branch scores only itself)
 development scores -> weights of the branches for each domain -> merge/
 evaluation scores -> evaluate/results.json, pictures, summary.json
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from recipes.btm.average import Average, uniform, write
-from recipes.btm.ensemble import cached_prior, expert_log_weights, keep_top, mixture, uniform_log_prior
+from recipes.btm.ensemble import expert_log_weights, keep_top, mixture, uniform_log_prior
 from recipes.btm.model import DESCRIPTION, Weighing, write_ensemble
-from recipes.btm.score import HeldOut, counted, held_out, token_log_probs
+from recipes.btm.score import Scores
 from recipes.btm.split import data_digest
 from recipes.btm.stages import Artefact, digest, digest_files, digest_folder
 from recipes.checkpoint.load import load_weights
@@ -33,84 +31,6 @@ if TYPE_CHECKING:
     from recipes.btm.pipeline import Pipeline
 
 RIDGE_SHARPNESS = 8.0  # logit by which the router of a training-free mix prefers the expert of a text that it knows
-
-
-class Scores:
-    """Log-probabilities of held-out text under each model, by "domain/part": fp64 [N, S]; part: evaluation, development."""
-
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline, self.config = pipeline, pipeline.config
-        added, removed = self.config.btm.add_domains, self.config.btm.remove_domains
-        self.domains = [name for name in [*pipeline.arms.domains, *added] if name not in removed]
-        self._texts: dict[str, HeldOut] = {}
-        self._known: dict[str, dict[str, torch.Tensor]] = {}
-
-    def text(self, domain: str) -> HeldOut:
-        """The held-out sequences of a domain."""
-        if domain not in self._texts:
-            self._texts[domain] = held_out(self.pipeline.info, domain, self.config)
-        return self._texts[domain]
-
-    def of_arm(self, name: str, stage: BtmStage) -> dict[str, torch.Tensor]:
-        """Scores of a trained arm, computed now if they are not there."""
-        arm = self.pipeline.made[name]
-        return self.of(
-            name, self.pipeline.digests[arm.path], lambda: open_model(self.pipeline.folder / arm.path)[0], stage
-        )
-
-    def of(self, name: str, model: Any, opened: Callable[[], GPT], stage: BtmStage, only: str | None = None):
-        """Scores of a model whose content `model` identifies; `only`: of the evaluation text of one domain."""
-        if name in self._known:
-            return self._known[name]
-        btm, train, data = self.config.btm, self.config.train, self.config.data
-        domains = self.domains if only is None else [only]
-        inputs = {
-            "model": model,
-            "data": data_digest(self.pipeline.info, domains),
-            "samples": [train.eval_samples, btm.development_samples, train.micro_batch_size],
-            "options": [data.reset_position_ids, data.reset_attention_mask],
-        }
-
-        def make(folder: Path) -> None:
-            self.pipeline.say(f"scoring {name}")
-            scored, ready = {}, opened()
-            for domain in domains:
-                parts = {"evaluation": self.text(domain).evaluation_NS1}
-                if only is None:
-                    parts["development"] = self.text(domain).development_NS1
-                for part, tokens_NS1 in parts.items():
-                    found = token_log_probs(ready, tokens_NS1, self.pipeline.info.eod, data, train.micro_batch_size)
-                    scored[f"{domain}/{part}"] = found.contiguous()
-            save_file(scored, folder / "scores.safetensors")
-
-        artefact = Artefact(f"scores/{name}", stage, inputs, _scores_digest)
-        self.pipeline.digests[artefact.path] = self.pipeline.store(artefact, make)
-        self._known[name] = load_file(self.pipeline.folder / artefact.path / "scores.safetensors")
-        return self._known[name]
-
-    def stacked(self, names: Sequence[str], domain: str, part: str, stage: BtmStage) -> torch.Tensor:
-        """[E, N, S] of several arms."""
-        return torch.stack([self.of_arm(name, stage)[f"{domain}/{part}"] for name in names])
-
-    def prior(self, names: Sequence[str], domain: str, stage: BtmStage) -> dict[str, float]:
-        """The cached prior of a domain's text over these branches."""
-        if domain not in self.domains:
-            self.domains.append(domain)
-        development = self.stacked(names, domain, "development", stage)
-        return dict(zip(names, cached_prior(development, self.config.btm.prior_decay).tolist(), strict=True))
-
-    def counted(self, domain: str) -> torch.Tensor:
-        """Which labels of the evaluation count."""
-        return counted(self.text(domain).evaluation_NS1, self.pipeline.info.eod, self.config.data)
-
-
-def _scores_digest(folder: Path) -> str:
-    path = folder / "scores.safetensors"
-    try:
-        load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return digest_files([path], folder)
 
 
 def perplexities(log_probs: Mapping[str, torch.Tensor], counts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -263,7 +183,29 @@ class Evaluation:
             return {}
         start = self.pipeline.digests["mix/start"]
         fitted = self.scores.of("mix_ridge", [start, RIDGE_SHARPNESS], self._fitted, BtmStage.evaluate)
-        return {"mix_ridge": self.single(fitted), "mix": self.single(self.scores.of_arm("mix", BtmStage.evaluate))}
+        trained = self.single(self.scores.of_arm("mix", BtmStage.evaluate))
+        return {"mix_ridge": self.single(fitted), "mix": trained | self._expert_use()}
+
+    def _expert_use(self) -> dict[str, Any]:
+        """Shares of the experts of the trained mix by domain, layer and expert, and what they say about the domain in bits."""
+        from recipes.btm.experts import expert_shares, specificity
+
+        config, info = self.config, self.pipeline.info
+        path, rows = self.pipeline.made["mix"].path, config.train.micro_batch_size
+        inputs: dict[str, Any] = {"mix": self.pipeline.digests[path], "data": data_digest(info, self.domains)}
+        inputs["samples"] = config.train.eval_samples
+
+        def make(folder: Path) -> None:
+            model, _, _ = open_model(self.pipeline.folder / path)
+            texts = {domain: self.scores.text(domain).evaluation_NS1 for domain in self.domains}
+            shares = {name: expert_shares(model, text, info.eod, config.data, rows) for name, text in texts.items()}
+            found = {"shares": {name: share_NE.tolist() for name, share_NE in shares.items()}}
+            write_json(folder / "experts.json", found | {"specificity_bits": specificity(shares.values())})
+
+        artefact = Artefact("mix/experts", BtmStage.evaluate, inputs)
+        self.pipeline.digests[artefact.path] = self.pipeline.store(artefact, make)
+        found = json.loads((self.pipeline.folder / artefact.path / "experts.json").read_text())
+        return {"experts": {"names": self.arms.mixed(config.btm.mix_seed_expert), **found}}
 
     def _fitted(self) -> GPT:
         """The untrained mix with routers regressed on development text and its labels."""
@@ -338,7 +280,7 @@ def evaluate(pipeline: Pipeline) -> None:
         "samples": {domain: len(evaluation.scores.text(domain).evaluation_NS1) for domain in evaluation.domains},
     }
     inputs = {
-        "scores": {key: value for key, value in pipeline.digests.items() if key.startswith("scores/")},
+        "scores": {key: value for key, value in pipeline.digests.items() if key.startswith(("scores/", "mix/experts"))},
         "merge": pipeline.digests["merge"],
         "settings": pipeline.weighing_inputs(arms.used)["weighing"],
         "compute": results["compute"],

@@ -2,25 +2,37 @@
 
     data set -> HeldOut (per domain: sequences to evaluate on, and development sequences behind them)
     model, sequences -> token_log_probs [N, S]
+    model, data set -> Scores (kept per model, so that an added branch scores only itself)
 
 N sequences, S positions, S1 = S + 1 ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from recipes import collectives
-from recipes.config import Config, DataConfig
+from recipes.btm.ensemble import cached_prior
+from recipes.btm.split import data_digest
+from recipes.btm.stages import Artefact, digest_files
+from recipes.checkpoint.model import open_model
+from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
+from recipes.model.gpt import GPT
 from recipes.model.loss import token_losses
 from recipes.train.batch import model_inputs
+
+if TYPE_CHECKING:
+    from recipes.btm.pipeline import Pipeline
 
 
 class LanguageModel(Protocol):
@@ -85,3 +97,81 @@ def counted(tokens_NS1: np.ndarray, eod: int, data: DataConfig) -> torch.Tensor:
     if not data.eod_mask_loss:
         return torch.ones(tokens_NS1.shape[0], tokens_NS1.shape[1] - 1, dtype=torch.bool)
     return torch.from_numpy(tokens_NS1[:, :-1] != eod)
+
+
+class Scores:
+    """Log-probabilities of held-out text under each model, by "domain/part": fp64 [N, S]; part: evaluation, development."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline, self.config = pipeline, pipeline.config
+        added, removed = self.config.btm.add_domains, self.config.btm.remove_domains
+        self.domains = [name for name in [*pipeline.arms.domains, *added] if name not in removed]
+        self._texts: dict[str, HeldOut] = {}
+        self._known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def text(self, domain: str) -> HeldOut:
+        """The held-out sequences of a domain."""
+        if domain not in self._texts:
+            self._texts[domain] = held_out(self.pipeline.info, domain, self.config)
+        return self._texts[domain]
+
+    def of_arm(self, name: str, stage: BtmStage) -> dict[str, torch.Tensor]:
+        """Scores of a trained arm, computed now if they are not there."""
+        arm = self.pipeline.made[name]
+        return self.of(
+            name, self.pipeline.digests[arm.path], lambda: open_model(self.pipeline.folder / arm.path)[0], stage
+        )
+
+    def of(self, name: str, model: Any, opened: Callable[[], GPT], stage: BtmStage, only: str | None = None):
+        """Scores of a model whose content `model` identifies; `only`: of the evaluation text of one domain."""
+        if name in self._known:
+            return self._known[name]
+        btm, train, data = self.config.btm, self.config.train, self.config.data
+        domains = self.domains if only is None else [only]
+        inputs = {
+            "model": model,
+            "data": data_digest(self.pipeline.info, domains),
+            "samples": [train.eval_samples, btm.development_samples, train.micro_batch_size],
+            "options": [data.reset_position_ids, data.reset_attention_mask],
+        }
+
+        def make(folder: Path) -> None:
+            self.pipeline.say(f"scoring {name}")
+            scored, ready = {}, opened()
+            for domain in domains:
+                parts = {"evaluation": self.text(domain).evaluation_NS1}
+                if only is None:
+                    parts["development"] = self.text(domain).development_NS1
+                for part, tokens_NS1 in parts.items():
+                    found = token_log_probs(ready, tokens_NS1, self.pipeline.info.eod, data, train.micro_batch_size)
+                    scored[f"{domain}/{part}"] = found.contiguous()
+            save_file(scored, folder / "scores.safetensors")
+
+        artefact = Artefact(f"scores/{name}", stage, inputs, _scores_digest)
+        self.pipeline.digests[artefact.path] = self.pipeline.store(artefact, make)
+        self._known[name] = load_file(self.pipeline.folder / artefact.path / "scores.safetensors")
+        return self._known[name]
+
+    def stacked(self, names: Sequence[str], domain: str, part: str, stage: BtmStage) -> torch.Tensor:
+        """[E, N, S] of several arms."""
+        return torch.stack([self.of_arm(name, stage)[f"{domain}/{part}"] for name in names])
+
+    def prior(self, names: Sequence[str], domain: str, stage: BtmStage) -> dict[str, float]:
+        """The cached prior of a domain's text over these branches."""
+        if domain not in self.domains:
+            self.domains.append(domain)
+        development = self.stacked(names, domain, "development", stage)
+        return dict(zip(names, cached_prior(development, self.config.btm.prior_decay).tolist(), strict=True))
+
+    def counted(self, domain: str) -> torch.Tensor:
+        """Which labels of the evaluation count."""
+        return counted(self.text(domain).evaluation_NS1, self.pipeline.info.eod, self.config.data)
+
+
+def _scores_digest(folder: Path) -> str:
+    path = folder / "scores.safetensors"
+    try:
+        load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return digest_files([path], folder)

@@ -105,7 +105,10 @@ def caption(results: Mapping[str, Any]) -> str:
         f"{ends['seed']}, branches to {ends['branches']} at batch {ends['branch_batch']}, dense to {ends['dense']} at batch "
         f"{ends['batch']}. An ensemble runs {count} models per token, an average one."
     )
-    return text + (f" Mix: {compute['flops_mix']:.3g} more." if "flops_mix" in compute else "")
+    if "flops_mix" not in compute:
+        return text
+    bits = results["mixes"]["mix"]["experts"]["specificity_bits"]
+    return f"{text} Mix: {compute['flops_mix']:.3g} more; its experts tell {bits:.2f} bits of the domain, of {np.log2(count):.2f}."
 
 
 def print_table(results: Mapping[str, Any]) -> None:
@@ -122,6 +125,8 @@ def pictures(results: Mapping[str, Any], posteriors: Mapping[str, torch.Tensor])
         "matrix.png": lambda: matrix(results),
         "posterior.png": lambda: posterior(posteriors, results["branches"]),
     }
+    if "mix" in results["mixes"]:
+        drawn["experts.png"] = lambda: experts(results["mixes"]["mix"]["experts"])
     return {name: _render(draw) for name, draw in drawn.items()}
 
 
@@ -180,4 +185,23 @@ def posterior(posteriors: Mapping[str, torch.Tensor], branches: Sequence[str]) -
     figure.supxlabel("tokens read")
     figure.supylabel("p(branch | text so far)")
     figure.legend(areas[::-1], list(branches)[::-1], loc="outside right upper", frameon=False, title="branch")
+    return figure
+
+
+def experts(use: Mapping[str, Any]) -> Figure:
+    """Shares of the experts of a mix in the choices of each domain's tokens, mean over layers; each row sums to 1."""
+    from matplotlib.figure import Figure
+
+    domains, names = list(use["shares"]), use["names"]
+    share_DE = np.array([np.mean(use["shares"][domain], axis=0) for domain in domains])
+    figure = Figure(figsize=(3.2 + 0.95 * len(names), 1.9 + 0.5 * len(domains)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(share_DE, cmap="Blues", vmin=0, vmax=max(0.5, float(share_DE.max())), aspect="auto")
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set_yticks(range(len(domains)), domains)
+    axes.set(title="where tokens go, mean over layers", xlabel="expert from branch", ylabel="held-out text of")
+    if max(share_DE.shape) <= _MOST_CELLS:
+        for (d, e), value in np.ndenumerate(share_DE):
+            axes.text(e, d, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.35 else "black")
+    figure.colorbar(image, ax=axes)
     return figure
