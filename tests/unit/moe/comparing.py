@@ -73,6 +73,7 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
     """Output and gradients of one training step of a layer, and its output in evaluation, are the oracle's."""
     weights = random_weights(config, seed)
     layer = build(config, weights)
+    device = layer.context.report.device
     previous_E = previous_E or [1] * config.moe.num_moe_experts
     generator = torch.Generator().manual_seed(seed + 1)
     bias_E = (0.3 * torch.randn(config.moe.num_moe_experts, generator=generator)).tolist()
@@ -80,19 +81,19 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
     layer.context.load({"previous_counts": [previous_E] * rows, "bias": [bias_E] * rows, "steps": STEPS})
     shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden_size)
     tokens_BS = torch.randint(0, config.model.vocab_size, shape[1::-1], generator=generator)
-    layer.context.begin(tokens_BS)
+    layer.context.begin(tokens_BS.to(device))
     options = options_of(config, bias_E, tokens_BS)
     x_SBH, pull = (torch.randn(shape, generator=generator) for _ in range(2))
 
-    x_SBH.requires_grad_()
-    out, _ = layer(x_SBH)
-    (out * pull).sum().backward()
-    exact = {name: tensor.requires_grad_() for name, tensor in ({"x": x_SBH.detach().double()} | weights).items()}
+    own_SBH = x_SBH.to(device, copy=True).requires_grad_()
+    out, _ = layer(own_SBH)
+    (out * pull.to(device)).sum().backward()
+    exact = {name: tensor.requires_grad_() for name, tensor in ({"x": x_SBH.double()} | weights).items()}
     routed = expected(config, exact["x"], exact, options, training=True)
     ((routed.out_SBH * pull).sum() + auxiliary(config, routed, previous_E)).backward()
     wanted = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in exact.items()}
-    found = gradients(layer, config) | {"x": x_SBH.grad}
-    error, name = worst(found | {"out": out.detach()}, wanted | {"out": routed.out_SBH.detach()})
+    found = gradients(layer, config) | {"x": own_SBH.grad.cpu()}
+    error, name = worst(found | {"out": out.detach().cpu()}, wanted | {"out": routed.out_SBH.detach()})
     assert error <= bound, f"{name} is off by {error:.1e}"
     for expert, count in enumerate(routed.counts_E):
         if count == 0:
@@ -107,7 +108,7 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
         wanted = sum(gate.item() for pairs in choices for chosen, gate in pairs if chosen == expert)
         assert abs(total - wanted) < 1e-4 * max(1, wanted)
     with torch.no_grad():
-        evaluated = layer.eval()(x_SBH)[0]
+        evaluated = layer.eval()(own_SBH)[0].cpu()
         wanted_out = expected(config, exact["x"], exact, options, training=False).out_SBH
     assert worst({"out": evaluated}, {"out": wanted_out})[0] <= bound
     assert layer.context.report[0].tolist() == report  # evaluation is not counted

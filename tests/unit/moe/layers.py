@@ -36,7 +36,7 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def build(config: Config, weights: dict[str, torch.Tensor], layout: Layout | None = None) -> MoeLayer:
-    """Layer 0 with the given weights in fp32; its context is `layer.context`."""
+    """Layer 0 with the given weights in fp32, on the device of this rank; its context is `layer.context`."""
     from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.moe.layer import MoeLayer
@@ -46,7 +46,7 @@ def build(config: Config, weights: dict[str, torch.Tensor], layout: Layout | Non
     with torch.no_grad():
         for name, parameter, piece in pieces(layer, config):
             piece.write(parameter, weights[name].float())
-    return layer
+    return layer.to(context.report.device)
 
 
 def pieces(layer: MoeLayer, config: Config) -> list[tuple[str, torch.nn.Parameter, Piece]]:
@@ -60,10 +60,10 @@ def pieces(layer: MoeLayer, config: Config) -> list[tuple[str, torch.nn.Paramete
 
 
 def gradients(layer: MoeLayer, config: Config) -> dict[str, torch.Tensor]:
-    """The gradient of each weight by short name; a missing one is an error."""
+    """The gradient of each weight by short name, on the CPU; a missing one is an error."""
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
-    return {name: piece.read(parameter.grad).clone() for name, parameter, piece in pieces(layer, config)}
+    return {name: piece.read(parameter.grad).clone().cpu() for name, parameter, piece in pieces(layer, config)}
 
 
 def _short(name: str) -> str:

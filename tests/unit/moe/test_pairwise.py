@@ -16,7 +16,7 @@ import pytest
 from recipes.config import Activation, AuxLossScope, Config, MoeBackend, RouterType, ScoreFunction, TokenDropPolicy
 from recipes.validation.experts import check_experts
 from tests.ranks import run_ranks
-from tests.unit.moe.comparing import compare
+from tests.unit.moe.comparing import BOUND, compare
 from tests.unit.moe.layers import layer_config
 
 PARTS = 3
@@ -116,8 +116,12 @@ def compare_all(rank: int, world_size: int, cases: list[Case]) -> None:
     from recipes.train.job import start_process
 
     start_process(Config(), rank_environment(os.environ))
+    compare_all_here(cases)
+
+
+def compare_all_here(cases: list[Case], bound: float = BOUND) -> None:
     for number, case in enumerate(cases):
         try:
-            compare(described(case), seed=100 + number, previous_E=[3, 1, 4, 1, 5, 9, 2, 6])
+            compare(described(case), seed=100 + number, previous_E=[3, 1, 4, 1, 5, 9, 2, 6], bound=bound)
         except AssertionError as error:
             raise AssertionError(f"{dict(case)}: {error}") from error

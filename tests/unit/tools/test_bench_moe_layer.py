@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +134,22 @@ def test_shapes_from_the_command_line():
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="--device cuda: torch finds no CUDA device here; use --device cpu"):
         moe_layer.parse([], "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(tmp_path):
+    command = [sys.executable, "-m", "tools.bench", "moe_layer", "experts=8", "tokens=2048", "--rounds", "3"]
+    done = subprocess.run(
+        [*command, "--device", "cuda", "--json", str(tmp_path / "rows.json")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["impl"] for row in rows] == list(IMPLEMENTATIONS) and "tokens/s" in done.stdout
+    assert {(row["device"], row["dtype"]) for row in rows} == {("cuda", "bfloat16")}
+    known = any(name in torch.cuda.get_device_name() for name in moe_layer._PEAK)
+    assert all(0 < row["mfu"] < 1 if known else row["mfu"] is None for row in rows) and ("MFU" in done.stdout) == known
