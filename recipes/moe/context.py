@@ -222,7 +222,7 @@ def load_metrics(
     change_N = 0.5 * (counts_NE / choices_N[:, None] - before_NE).abs().sum(dim=1)
     counts, gate_means = counts_NE.long().tolist(), (gates_NE / counts_NE).tolist()
     gate_mean_per_expert = [
-        [round(mean, 5) if count else None for count, mean in zip(*layer, strict=True)]
+        [round(mean, 6) if count else None for count, mean in zip(*layer, strict=True)]
         for layer in zip(counts, gate_means, strict=True)
     ]
     return {
