@@ -34,8 +34,8 @@ def test_every_probability_of_the_ensemble_is_the_sum_by_hand():
     experts, ids = models(), tokens()
     inputs, labels = ids[:, :-1], ids[:, 1:]
     answers = [expert.logits(inputs).double().log_softmax(-1) for expert in experts]
-    prior = (0.5, 0.2, 0.3)
-    for form, updating, top_k in itertools.product(PosteriorForm, (None, 0.3), (None, 2)):
+    priors = ((0.5, 0.2, 0.3), (1 / 3, 1 / 3, 1 / 3))
+    for prior, form, updating, top_k in itertools.product(priors, PosteriorForm, (None, 0.3), (None, 1, 2)):
         ensemble = Ensemble(experts, Weighing(form, prior, updating, top_k)).eval()
         found_SBV, nll_B = ensemble.logits(inputs), ensemble(inputs, labels)
         for row in range(2):
@@ -44,7 +44,7 @@ def test_every_probability_of_the_ensemble_is_the_sum_by_hand():
             total = 0.0
             for t in range(16):
                 expected = sum(w * a[t, row].exp() for w, a in zip(weights[t], answers, strict=True))
-                assert (found_SBV[t, row].double().exp() - expected).abs().max() < 1e-6
+                torch.testing.assert_close(found_SBV[t, row].double(), expected.log(), rtol=1e-6, atol=1e-6)
                 total -= math.log(float(expected[labels[row, t]]))
             assert float(nll_B[row]) == pytest.approx(total, rel=1e-6)
 
@@ -58,6 +58,17 @@ def test_equal_experts_give_exactly_the_single_model():
     assert torch.equal(ensemble.logits(ids), expected)
     single_nll, nll = (model(ids[:, :-1], ids[:, 1:]) for model in (single, ensemble))
     torch.testing.assert_close(nll, single_nll, rtol=1e-6, atol=0)  # one adds tokens up in fp32, the other in fp64
+
+
+@forked
+@torch.no_grad()
+def test_held_out_loss_takes_one_forward_pass_of_each_model():
+    experts, ids, calls = models(), tokens(), []
+    for expert in experts:
+        expert.final_norm.register_forward_pre_hook(lambda module, args: calls.append(module))
+    ensemble = Ensemble(experts, Weighing(PosteriorForm.cumulative, (1 / 3,) * 3, 0.3, 2)).eval()
+    ensemble(ids[:, :-1], ids[:, 1:])
+    assert calls == [expert.final_norm for expert in experts]
 
 
 def test_a_damaged_description_is_one_clear_message(tmp_path):
