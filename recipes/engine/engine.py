@@ -252,6 +252,15 @@ class Engine:
             found += [(piece, piece.read(master).clone()) for piece in entry.pieces]
         return found
 
+    def weights(self) -> list[tuple[Piece, torch.Tensor]]:
+        """Every piece of this rank as the model computes with it (a collective)."""
+        found = []
+        for entry in self.parameters:
+            absent = isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3)  # while it is not used
+            with deepspeed.zero.GatheredParameters([entry.parameter], enabled=absent):
+                found += [(piece, piece.read(entry.parameter.detach()).clone()) for piece in entry.pieces]
+        return found
+
     @property
     def applied_steps(self) -> int:
         """Updates made so far."""

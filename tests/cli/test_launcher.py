@@ -157,6 +157,9 @@ def _guarded(body: str, rank: int = 0) -> subprocess.Popen[str]:
     script = "from recipes.launcher import run_guarded\nimport atexit, sys, time\n"
     script += "atexit.register(time.sleep, 60)\n"  # stands for threads that never end
     script += f"def job():\n{textwrap.indent(textwrap.dedent(body), '    ')}\nsys.exit(run_guarded(job, {rank}))"
+    script = (
+        f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{script}"  # jobs of `&` ignore it
+    )
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from recipes.config import Config
 from recipes.engine import Engine
 from recipes.logical import LocalParameter, Piece
+from recipes.model import gpt
 from recipes.model.gpt import GPT
 from recipes.moe.context import MoeContext
 from recipes.moe.layer import MoeLayer
+from recipes.topology import Role
 
 EXPERT = "layers.1.moe.experts.5"
 NORM = "layers.0.attention_norm.weight"
@@ -111,6 +114,35 @@ def replica_perturbed(rank: int) -> None:
                 piece.window(entry.parameter.data).mul_(1.001)
 
     _after(Engine, "__init__", perturb)
+
+
+def stage_offset_off_by_one(rank: int) -> None:
+    """The last pipeline stage takes its layers for those one before."""
+    original = gpt.stage_layers
+
+    def shifted(config: Config, stages: int) -> list[list[int]]:
+        *others, last = original(config, stages)
+        return [*others, [layer - (stages > 1) for layer in last]]
+
+    gpt.stage_layers = shifted
+
+
+def balance_twice_on_last_stage(rank: int) -> None:
+    """The balance loss of the last pipeline stage's layers counts twice."""
+    original = MoeContext._balance
+
+    def doubled(self: MoeContext, *arguments: Any) -> torch.Tensor:
+        last = self.groups.index(Role.pp) == self.groups.size(Role.pp) - 1
+        return original(self, *arguments) * (1 + last)
+
+    MoeContext._balance = doubled  # type: ignore[method-assign]
+
+
+def tied_copies_not_summed(rank: int) -> None:
+    """The first and the last pipeline stage keep the part of the tied embedding's gradient that comes from themselves."""
+    from recipes.engine.pipeline import Stage
+
+    Stage.get_tied_weights_and_groups = lambda self: []  # type: ignore[method-assign]
 
 
 def stage_one_raises_and_stage_two_hangs(rank: int) -> None:

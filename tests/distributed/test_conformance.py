@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import sys
@@ -27,13 +28,14 @@ FAULTS = "tests.distributed.conformance_faults"
 def conformance(monkeypatch, tmp_path):
     """Runs the command on some of the layouts, with a fault planted: (exit code, rows of the JSON file)."""
 
-    def conformance(recipe, world_size, *wanted, plant=None, limit=60.0):
+    def conformance(recipe, world_size, *wanted, plant=None, limit=60.0, precision="fp32", layouts="6"):
         everything = sweep.plan
 
-        def chosen(config, world_size, layouts, seed):
-            plan = everything(config, world_size, "all", seed)
-            cases = [next(case for case in plan.cases if found(case)) for found in wanted]
-            return dataclasses.replace(plan, cases=cases) if wanted else everything(config, world_size, layouts, seed)
+        def chosen(config, world_size, layouts, *more):
+            if not wanted:
+                return everything(config, world_size, layouts, *more)
+            plan = everything(config, world_size, "all", *more)
+            return dataclasses.replace(plan, cases=[next(filter(found, plan.cases)) for found in wanted])
 
         with monkeypatch.context() as patched:
             for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
@@ -42,8 +44,8 @@ def conformance(monkeypatch, tmp_path):
             patched.setattr(sweep, "plan", chosen)
             patched.setattr(sweep, "sweep", functools.partial(sweep.sweep, plant=fault, limit=limit))
             file = tmp_path / "rows.json"
-            words = [f"experiment={recipe}", "--world-size", str(world_size), "--layouts", "6", "--json", str(file)]
-            code = main(words)
+            words = [f"experiment={recipe}", "--world-size", str(world_size), "--precision", precision]
+            code = main([*words, "--layouts", layouts, "--json", str(file)])
         return code, json.loads(file.read_text())["rows"]
 
     return conformance
@@ -59,12 +61,28 @@ def layout(name, zero=None, backend=MoeBackend.grouped, accumulation=1):
     return found
 
 
+STAGES = layout("pp2 tp1 ep1 etp1 dp1", zero=1)
+
+
 def test_six_layouts_of_four_ranks_are_equal_to_one_process(conformance):
     code, rows = conformance("top2_8e", 4)
     assert code == 0 and len(rows) == 6
     assert all(row["ok"] and row["sgd_err"] > 0 and row["adamw_err"] > 0 for row in rows)
     assert {row["zero"] for row in rows} == {0, 1, 2} and {row["backend"] for row in rows} == {"grouped", "deepspeed"}
     assert {"tp1", "tp2", "tp4", "pp2", "pp4", "sp"} <= {word for row in rows for word in row["layout"].split()}
+
+
+def test_bf16_layouts_err_as_one_process_in_bf16_does(conformance):
+    code, rows = conformance("switch_8e", 2, precision="bf16", layouts="4")
+    alone, layouts = rows[:-4], rows[-4:]
+    assert code == 0 and {row["world_size"] for row in alone} == {1} and len(alone) >= 2
+    assert all(1e-3 < row["grad_median"] < 0.05 and not row["bounds"] for row in alone)
+    assert all(row["ok"] and row["bounds"] and row["grad_median"] > 1e-3 for row in layouts)
+
+
+def test_a_fault_is_caught_in_bf16(conformance):
+    code, (_, row) = conformance("switch_8e", 2, STAGES, plant="balance_twice_on_last_stage", precision="bf16")
+    assert code == 1 and not row["ok"] and row["problem"] is None and row["aux_err"] > 0.3
 
 
 @forked
@@ -90,13 +108,16 @@ def test_no_two_documents_of_a_batch_begin_alike():
         ("expert_left_out_of_norm", layout("tp1 ep2 etp1 dp2", zero=0), "norm_err", (3e-5, 0.5), "layers.1.moe.experts.5"),
         ("balance_per_shard", layout("tp1 ep1 etp1 dp2", zero=1), "aux_err", (1e-3, 0.5), "moe.router.weight"),
         ("balance_per_shard", layout("tp2 ep2 etp1 dp1", zero=1), "aux_err", (1e-3, 0.5), "moe.router.weight"),
+        ("stage_offset_off_by_one", STAGES, "grad_err", (1, math.inf), "layers.3.attention_norm.weight"),
+        ("balance_twice_on_last_stage", STAGES, "aux_err", (0.3, 0.7), "layers.3.moe.router.weight"),
+        ("tied_copies_not_summed", STAGES, "replica_err", (0.1, 10), "embedding.weight"),
         ("replica_perturbed", layout("tp1 ep2 etp1 dp2", zero=0), "replica_err", (9e-4, 1.1e-3), "layers.0.attention.q.weight"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_caught_and_named(conformance, plant, wanted, column, size, tensor):
     code, (row,) = conformance("switch_8e", 2, wanted, plant=plant)
     assert code == 1 and not row["ok"] and row["problem"] is None
-    assert size[0] <= row[column] <= size[1]
+    assert row[column] is None if math.inf in size else size[0] <= row[column] <= size[1]  # infinity is not in JSON
     assert row["worst_tensor"].endswith(tensor)
 
 

@@ -9,23 +9,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.config import Config, MoeBackend
+from recipes.config import RECOMPUTE_MODULES, Config, ModelConfig, MoeBackend, Recompute
+from recipes.logical import moe_layers
 from recipes.topology import Layout
 from recipes.validation import problems
 from recipes.validation.layouts import legal_layouts, with_layout
 
 ACCUMULATIONS = (1, 2)
+ZERO_STAGES = (0, 1, 2, 3)
 AT_LEAST = {2: 12, 4: 40}  # layouts in a sample, by number of ranks
 OTHERWISE = 30
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout with all that is tried on it. `backend` is None for a dense model."""
+    """A layout with all that is tried on it. `backend` is None for a dense model; `recompute` None is what the recipe says."""
 
     layout: Layout
     accumulation: int
     backend: MoeBackend | None
+    recompute: Recompute | None = None
+    offload: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is no more than a layout."""
+        return self.recompute is None and not self.offload
 
     @property
     def options(self) -> tuple[tuple[str, object], ...]:
@@ -37,6 +46,8 @@ class Case:
             "sp": layout.sequence_parallel,
             "zero": layout.zero_stage,
             "accumulation": self.accumulation,
+            "recompute": self.recompute,
+            "offload": self.offload,
         }
         if self.backend is not None:
             found |= {"ep": layout.expert_parallel_size, "etp": layout.expert_tensor_parallel_size}
@@ -50,20 +61,35 @@ class Case:
         words += ["sp"] if layout.sequence_parallel else []
         if self.backend is not None:
             words += [f"ep{layout.expert_parallel_size}", f"etp{layout.expert_tensor_parallel_size}"]
-        return " ".join([*words, f"dp{layout.data_parallel_size}"])
+        words += [f"dp{layout.data_parallel_size}"]
+        words += [] if self.recompute is None else [f"recompute-{self.recompute.name}"]
+        return " ".join(words + ["offload"] * self.offload)
 
     def config(self, small: Config) -> Config:
         """The scaled recipe in this layout."""
         config = with_layout(small, self.layout)
         ranks = self.layout.data_parallel_size
         config.train.micro_batch_size = config.train.global_batch_size // (ranks * self.accumulation)
+        config.zero.offload_optimizer = self.offload
         if self.backend is not None:
             config.moe.backend = self.backend
+        if self.recompute is not None:
+            config.model.recompute_granularity = self.recompute
+            config.model.recompute_modules = ModelConfig().recompute_modules
+        if self.recompute is Recompute.selective:
+            config.model.recompute_modules = _parts(config)
         return config
 
 
+def _parts(config: Config) -> list[str]:
+    """All that can be computed again by itself."""
+    experts = len(moe_layers(config))
+    absent = {"mlp" if experts else "moe"} if experts in (0, config.model.num_layers) else set()
+    return [name for name in RECOMPUTE_MODULES if name not in absent]
+
+
 def legal_cases(small: Config, world_size: int) -> tuple[list[Case], list[str]]:
-    """All cases of the scaled recipe, and why a backend has none."""
+    """All cases of the scaled recipe, those of one layout one after the other, and why a backend has none."""
     cases, notes = [], []
     for backend in MoeBackend if small.moe.num_moe_experts is not None else (None,):
         config = copy.deepcopy(small)
@@ -71,8 +97,9 @@ def legal_cases(small: Config, world_size: int) -> tuple[list[Case], list[str]]:
             config.moe.backend = backend
         refused: list[str] = []
         possible = []
-        for layout, accumulation in itertools.product(legal_layouts(config, world_size), ACCUMULATIONS):
-            case = Case(layout, accumulation, backend)
+        layouts = legal_layouts(config, world_size, ZERO_STAGES)
+        for options in itertools.product(layouts, ACCUMULATIONS, [backend], [None, *Recompute], [False, True]):
+            case = Case(*options)
             found = problems(case.config(config), world_size, launch_dir=Path.cwd(), dry_run=True)
             refused += found
             possible += [] if found else [case]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config import Config, OptimizerName
-from tools.conformance.compare import Errors, Reference, compare
+from recipes.config import Config, OptimizerName, Precision
+from recipes.topology import Layout
+from tools.conformance.compare import BOUNDS, Errors, Reference, bf16_bounds, compare
 from tools.conformance.pool import LIMIT_SECONDS, JobFailed, Pool
 from tools.conformance.sampling import AT_LEAST, OTHERWISE, Case, legal_cases, sample
 from tools.conformance.shrink import changes, checked, shrink
@@ -31,19 +32,25 @@ class Plan:
     legal: int
     notes: list[str]
 
+    @property
+    def precision(self) -> Precision:
+        """Of the layouts."""
+        return self.small.train.precision
+
 
 @dataclass(frozen=True)
 class Row:
-    """A case and how it went; `problem` if it did not end."""
+    """A case and how it went; `problem` if it did not end. Without bounds: one process in bf16, by which layouts are judged."""
 
     case: Case
     seconds: float
+    bounds: Mapping[str, float]
     errors: Errors | None
     problem: str | None = None
 
     @property
     def ok(self) -> bool:
-        return self.errors is not None and self.errors.ok
+        return self.errors is not None and self.errors.within(self.bounds)
 
     def plain(self) -> dict[str, Any]:
         """As JSON; errors that are unknown are null."""
@@ -54,20 +61,33 @@ class Row:
             "zero": self.case.layout.zero_stage,
             "world_size": self.case.layout.world_size,
             "accumulation": self.case.accumulation,
+            "recompute": None if self.case.recompute is None else self.case.recompute.name,
+            "offload": self.case.offload,
             **{name: None if self.errors is None else getattr(self.errors, name) for name in names},
+            "bounds": dict(self.bounds),
             "ok": self.ok,
             "seconds": round(self.seconds, 2),
             "problem": self.problem,
         }
 
 
-def plan(config: Config, world_size: int, layouts: str = "sample", seed: int = 1234) -> Plan:
+def plan(
+    config: Config,
+    world_size: int,
+    layouts: str = "sample",
+    seed: int = 1234,
+    precision: Precision = Precision.fp32,
+) -> Plan:
     """The cases of a recipe. `layouts`: `sample`, `all`, or how many of the sample. Raises ValueError for a bad recipe."""
     config = checked(config)
     config.run.seed = seed
     small = shrink(config, world_size)
+    small.train.precision = precision
     cases, notes = legal_cases(small, world_size)
-    legal = len(cases)
+    plain = [case for case in cases if case.plain]
+    legal = len(plain)
+    if layouts == "all":
+        cases = plain
     if layouts != "all":
         cases = sample(cases, seed, AT_LEAST.get(world_size, OTHERWISE))
     if layouts not in ("all", "sample"):
@@ -81,16 +101,33 @@ def sweep(plan: Plan, *, limit: float = LIMIT_SECONDS, plant: str | None = None)
     `plant` ("module:function"): called in each process before it builds a model, with its rank, to see a fault found.
     """
     small, references = _references(plan, limit)
+    bounds: dict[Case, Mapping[str, float]] = {}
+    if small.train.precision is Precision.bf16:
+        with Pool(1, None, limit) as pool:
+            for alone in dict.fromkeys(_alone(case) for case in plan.cases):
+                row = _row(pool, alone, small, references[alone.accumulation], {})
+                if row.errors is None:
+                    raise JobFailed(f"bf16 in one process: {row.problem}")
+                bounds[alone] = bf16_bounds(row.errors)
+                yield row
     with Pool(plan.world_size, plant, limit) as pool:
         for case in plan.cases:
-            started = time.monotonic()
-            expected = references[case.accumulation]
-            try:
-                ranks = pool.run("measure", _settings(case.config(small), expected))
-                errors, problem = compare(ranks, expected), None
-            except JobFailed as failure:
-                errors, problem = None, str(failure)
-            yield Row(case, time.monotonic() - started, errors, problem)
+            yield _row(pool, case, small, references[case.accumulation], bounds.get(_alone(case), BOUNDS))
+
+
+def _alone(case: Case) -> Case:
+    """The same on one process."""
+    return Case(Layout(1, zero_stage=1), case.accumulation, case.backend)
+
+
+def _row(pool: Pool, case: Case, small: Config, expected: Reference, bounds: Mapping[str, float]) -> Row:
+    started = time.monotonic()
+    errors, problem = None, None
+    try:
+        errors = compare(pool.run("measure", _settings(case.config(small), expected)), expected, bounds)
+    except JobFailed as failure:
+        problem = str(failure)
+    return Row(case, time.monotonic() - started, bounds, errors, problem)
 
 
 def _references(plan: Plan, limit: float) -> tuple[Config, dict[int, Reference]]:

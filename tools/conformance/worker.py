@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from recipes import collectives, groups
-from recipes.config import Config, MoeBackend, MoeConfig, OptimizerName
+from recipes.config import Config, MoeBackend, MoeConfig, OptimizerName, Precision
 from recipes.data.loader import step_indices
 from recipes.engine import make_engine
 from recipes.launcher import rank_environment
@@ -101,16 +101,16 @@ def measure(configs: dict[OptimizerName, Config]) -> Measured:
     any_config = next(iter(configs.values()))
     start_process(any_config, ranks)
     layout = layout_of(any_config, ranks.world_size)
-    updated = {}
+    updated, held = {}, {}
     for name in (OptimizerName.adamw, OptimizerName.sgd):
         trial = _Trial(configs[name], layout, ranks.rank)
-        updated[name] = trial.updated
+        updated[name], held[name] = trial.updated, trial.held
     groups.leave()
     collectives.stop()
     gc.collect()
     aux = {key: trial.aux[key] for key in AUX if key in trial.aux}
     loss, norm, routes = trial.first.lm_loss, trial.first.grad_norm, trial.recorder.found
-    return Measured(loss, aux, norm, trial.start, trial.gradients, updated, routes, trial.experts)
+    return Measured(loss, aux, norm, trial.start, trial.gradients, updated, held, routes, trial.experts)
 
 
 def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
@@ -135,7 +135,7 @@ class _Trial(SpikeGuard):
         rows = step_indices(0, config.train.micro_batch_size, accumulation, index, size)
         split = model.moe is not None and model.moe.tokens_split
         self.recorder = Recorder(model, rows, layout.index(Role.tp, rank) if split else 0)
-        self.start, self.gradients, self.aux = _held(entries), list[Box](), dict[str, Any]()
+        self.start, self.gradients, self.aux = boxes(self.engine.master_weights()), list[Box](), dict[str, Any]()
         results: list[StepResult] = []
         for step in range(STEPS):
             batches = micro_batches(config, step, accumulation, index, size)
@@ -144,8 +144,7 @@ class _Trial(SpikeGuard):
             self.aux = self.aux or aux
         self.first = results[0]
         self.experts = {} if model.moe is None else model.moe.state()
-        # The master of a weight is one more copy of it: in fp32 they are the same.
-        self.updated = _held(entries) + boxes(self.engine.master_weights())
+        self.updated, self.held = boxes(self.engine.master_weights()), boxes(self.engine.weights())
         self.engine.close()
 
     def reason_to_skip(self, norm: float) -> None:
@@ -158,15 +157,11 @@ def boxes(parts: Iterable[tuple[Piece, torch.Tensor]]) -> list[Box]:
     return [Box(piece.name, piece.offsets, value.detach().float().cpu().numpy().copy()) for piece, value in parts]
 
 
-def _held(entries: list[LocalParameter]) -> list[Box]:
-    """What this rank holds of all weights."""
-    return boxes((piece, piece.read(entry.parameter)) for entry in entries for piece in entry.pieces)
-
-
 def reference(config: Config, accumulation: int) -> Reference:
     """The whole batch in `accumulation` micro steps on one process, without an engine. `config` is the scaled recipe."""
     config = copy.deepcopy(config)
     config.moe.backend, config.model.recompute_granularity = MoeBackend.grouped, None
+    config.train.precision = Precision.fp32
     config.train.micro_batch_size = config.train.global_batch_size // accumulation
     start_process(config, rank_environment(os.environ))
     plain = _Plain(config, accumulation)
