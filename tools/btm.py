@@ -171,9 +171,22 @@ def _share(source: Path, folder: Path) -> None:
             shutil.copytree(source / path, folder / path)
 
 
+def _equal_weights(experiment: str, overrides: Sequence[str]) -> list[str]:
+    """For clusters, which leave the shares of domains to the data: equal ones, so that seed and dense are those of the others."""
+    from recipes.config import SplitBy
+    from recipes.data.dataset import load_dataset
+    from recipes.pretrain import compose
+
+    config = compose([f"experiment={experiment}", *overrides])
+    if config.btm.split_by is not SplitBy.cluster or config.data.domain_weights:
+        return []
+    return [f"data.domain_weights={{{','.join(f'{name}:1' for name in load_dataset(str(config.data.path)).domains)}}}"]
+
+
 def _run_one(experiment: str, seed: int, folder: Path, overrides: Sequence[str]) -> None:
     """In a session of its own, so that a signal reaches it once. Raises SystemExit with its exit code when it fails."""
-    words = [f"experiment={experiment}", *overrides, f"run.seed={seed}", f"run.dir={folder}", "run.resume=auto"]
+    own = [f"run.seed={seed}", f"run.dir={folder}", "run.resume=auto", *_equal_weights(experiment, overrides)]
+    words = [f"experiment={experiment}", *overrides, *own]
     child = subprocess.Popen([sys.executable, "-m", "recipes.btm", *words], start_new_session=True)
     try:
         code = child.wait()

@@ -82,6 +82,7 @@ def test_a_study_starts_each_experiment_of_each_seed_and_shares_what_they_have_i
 def test_a_run_that_fails_ends_the_study_with_its_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        btm.main(["--seeds", "1", "--experiments", "no_such_experiment"])
-    assert ended.value.code == 2 and "no_such_experiment, seed 1: exit code 2" in capsys.readouterr().err
+        btm.main(["--seeds", "1", "--experiments", "btm_8domains", "data.path=nowhere"])
+    assert ended.value.code == 2 and "btm_8domains, seed 1: exit code 2" in capsys.readouterr().err
+    assert btm.main(["--experiments", "no_such_experiment"]) == 2
     assert btm.main(["--seeds", "1", "run.dir=x"]) == 2
