@@ -1,9 +1,8 @@
 """Bytes that a rank keeps of its forward passes until their backward passes, by arithmetic.
 
 What autograd saves in plain torch on CPU, line by line; kernels that fuse operations (Transformer Engine, RMSNorm on CUDA) keep
-less. Tokens are taken as spread evenly over experts; what DeepSpeed's own layer keeps grows with its busiest expert, to whose number
-of tokens it pads the others. Not counted: gradients, buffers for communication, and what an operation
-needs only while it runs.
+less. Tokens are taken as spread evenly over experts; DeepSpeed's own layer pads all of them to the tokens of the busiest, and keeps
+so much more. Not counted: gradients, buffers for communication, and what an operation needs only while it runs.
 
 T tokens of a micro-batch, of which a rank has R between the matrices (all, or its share with sequence parallelism); S positions;
 H hidden; N query and G key/value heads of D channels, F feed-forward width, V vocabulary: a rank's share of each; E experts, of
