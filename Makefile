@@ -26,15 +26,18 @@ test-py312:
 _smoke: $(READY)
 	$(BIN)/python -m pytest tests/distributed tests/patches
 
-# Every recipe at 2 and 4 ranks; about half an hour. Goes on after one that is off, and then fails.
+# Every recipe at 2 and 4 ranks, one at 8, one in bf16; most of an hour. Goes on after one that is off, and then fails.
 CONFORMANCE := dense dense_untied switch_8e top2_8e fine_grained_32e_top4_shared
 conformance: $(READY)  ## layouts of every kind against one process: tables, report/conformance_*.json
-	@failed=0; for recipe in $(CONFORMANCE); do for ranks in 2 4; do \
-	  untied=; case $$recipe in *_untied) untied=model.share_embeddings_and_output_weights=false;; esac; \
-	  echo "$$recipe on $$ranks ranks"; \
-	  $(BIN)/python -m tools.conformance experiment=$${recipe%_untied} $$untied --world-size $$ranks \
-	    --json report/conformance_$${recipe}_$$ranks.json || failed=1; \
-	done; done; exit $$failed
+	@failed=0; \
+	check() { \
+	  untied=; case $$1 in *_untied) untied=model.share_embeddings_and_output_weights=false;; esac; \
+	  echo "$$1 on $$2 ranks in $$3"; \
+	  $(BIN)/python -m tools.conformance experiment=$${1%_untied} $$untied --world-size $$2 --precision $$3 \
+	    --json report/conformance_$$1_$$2_$$3.json || failed=1; \
+	}; \
+	for recipe in $(CONFORMANCE); do check $$recipe 2 fp32; check $$recipe 4 fp32; done; \
+	check switch_8e 8 fp32; check dense 2 bf16; check switch_8e 4 bf16; exit $$failed
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .
