@@ -1,10 +1,14 @@
-"""Branch-Train-Merge as users run it, with jobs forked after the slow imports: kills, deletions, sockets, all stages."""
+"""Branch-Train-Merge as users run it, with jobs forked after the slow imports: kills, deletions, sockets, all stages.
+
+What several tests read is made by fixtures, in two halves, so that each is well inside the limit of a test.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 16  # seed 8, branches to 12, then the mix
 BEFORE_MERGE = "btm.stages=[split,seed,branch,train]"
+NO_CONTROL = "btm.random_control=false"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,9 @@ def train(data: Path, folder: Path, *more: str, fault_of=lambda name: None) -> N
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> Path:
+    """Seed, dense run and branches."""
     folder = tmp_path_factory.mktemp("btm") / "run"
-    train(data, folder)
+    train(data, folder, NO_CONTROL)
     return folder
 
 
@@ -80,8 +86,8 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def test_every_branch_is_trained_from_the_seed_on_its_own_text(trained):
-    names = {"split/domain", "split/random", "seed", "starts/seed", "dense", "branches/a", "branches/b"}
-    assert contents(trained).keys() == names | {"control/random0", "control/random1"}
+    names = {"split/domain", "seed", "starts/seed", "dense", "branches/a", "branches/b"}
+    assert contents(trained).keys() == names
     assert None not in contents(trained).values() and len(set(contents(trained).values())) == len(contents(trained))
     seed, branch = last_checkpoint(trained / "seed", 8), last_checkpoint(trained / "branches" / "a", 12)
     assert branch.trainer["applied_steps"] == 12 and seed.trainer["applied_steps"] == 8
@@ -103,17 +109,17 @@ def test_the_dense_control_is_the_run_without_a_seed(data, trained, tmp_path):
 
 def test_a_branch_that_is_killed_is_trained_again_alone_to_the_same_bits(data, trained, tmp_path, capfd):
     folder, mark = tmp_path / "run", tmp_path / "killed"
-    alone = ("checkpoint.save_interval=2", "btm.random_control=false")
-    train(data, folder, *alone, fault_of=lambda name: str(mark) if name == "b" else None)
+    train(
+        data, folder, "checkpoint.save_interval=2", NO_CONTROL, fault_of=lambda name: str(mark) if name == "b" else None
+    )
     assert mark.exists() and "b ended with code -9; attempt 2 of 3" in capfd.readouterr().out
-    made = contents(folder)
-    assert "branches/b" in made and made == {path: contents(trained)[path] for path in made}
+    assert contents(folder) == contents(trained)
 
 
 def test_what_is_deleted_is_made_again_and_nothing_else(data, trained):
     before = stamps(trained)
     shutil.rmtree(trained / "branches" / "a")
-    train(data, trained)
+    train(data, trained, NO_CONTROL)
     after = stamps(trained)
     assert {path for path in before if after[path] != before[path]} == {"branches/a"}
     assert after["branches/a"][0] == before["branches/a"][0]
@@ -123,11 +129,11 @@ def test_an_input_that_changes_changes_what_depends_on_it(data, trained, tmp_pat
     folder = tmp_path / "copy"
     shutil.copytree(trained, folder)
     before = stamps(folder)
-    train(data, folder, "btm.random_control=false", "telemetry.log_interval=7")
+    train(data, folder, NO_CONTROL, "telemetry.log_interval=7")
     assert stamps(folder) == before
     shutil.rmtree(folder / "seed" / "checkpoints")
     (folder / "seed" / "artefact.json").write_text('{"inputs": {"settings": "others"}, "content": "?"}')
-    train(data, folder, "btm.random_control=false")
+    train(data, folder, NO_CONTROL)
     assert contents(folder) == {path: content for path, (content, _) in before.items()}
     assert {path for path, stamp in stamps(folder).items() if stamp != before[path]} == {"seed"}
 
@@ -180,14 +186,14 @@ def _of_server() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(data, trained, tmp_path_factory) -> Path:
-    """All stages: models are opened in a forked process, training is started from this one."""
+def mixed(data, trained, tmp_path_factory) -> Path:
+    """And control, merge and mix: models are opened in a forked process, training is started from this one."""
     folder = tmp_path_factory.mktemp("btm_all") / "run"
     shutil.copytree(trained, folder)
+    train(data, folder)
     _models(data, folder, "merge")
     with forked_jobs():
         assert main(settings(data, folder, "btm.stages=[mix]")) == 0
-    _models(data, folder, "evaluate")
     return folder
 
 
@@ -196,6 +202,20 @@ def _models(data: Path, folder: Path, stage: str, *more: str) -> str:
     ((code, out, err),) = run_ranks("call_tool", 1, "recipes.btm.__main__", words)
     assert code == 0, err
     return out
+
+
+def test_the_control_has_branches_of_its_own_and_the_mix_is_trained(trained, mixed):
+    made = contents(mixed)
+    assert {path: made[path] for path in contents(trained)} == contents(trained)
+    assert {"split/random", "control/random0", "control/random1", "merge", "mix/start", "mix/trained"} <= made.keys()
+    control = last_checkpoint(mixed / "control" / "random1", 12).trainer["config"]["data"]
+    assert control["domain_weights"] == {"random1-a": 1.0, "random1-b": 1.0}
+
+
+@pytest.fixture(scope="module")
+def finished(data, mixed) -> Path:
+    _models(data, mixed, "evaluate")
+    return mixed
 
 
 def test_all_stages_end_in_one_summary(finished):
@@ -215,7 +235,10 @@ def test_all_stages_end_in_one_summary(finished):
         assert summary[f"ppl_{name}_by_domain"].keys() == {"a", "b"}
     assert summary["flops_btm"] == pytest.approx(summary["flops_dense"] * 12 / 16)
     assert summary["flops_btx"] <= summary["flops_dense"]
-    assert {"matrix.png", "posterior.png", "results.json"} <= {path.name for path in (finished / "evaluate").iterdir()}
+    pictures = {"matrix.png", "posterior.png", "experts.png"}
+    assert pictures | {"results.json"} <= {path.name for path in (finished / "evaluate").iterdir()}
+    use = json.loads((finished / "evaluate" / "results.json").read_text())["mixes"]["mix"]["experts"]
+    assert use["names"] == ["a", "b"] and use["shares"].keys() == {"a", "b"} and 0 <= use["specificity_bits"] <= 1
 
 
 def test_the_ensemble_is_evaluated_like_any_checkpoint(data, finished, tmp_path):
@@ -262,3 +285,42 @@ def test_a_domain_is_added_and_another_removed_without_touching_the_other_branch
     assert list(names) == ["b", "c"]
     runs = [path for path in before if not path.startswith(("scores", "merge", "mix", "evaluate"))]
     assert {path: before[path] for path in runs} == {path: stamps(folder)[path] for path in runs}
+
+
+TOPICS = ("the cat and the dog chase a mouse in the house", "a proof of the lemma over a field of sums is given")
+
+
+def write_topics(folder: Path) -> Path:
+    """One indexed domain of documents of two topics by turns, in words."""
+    from tools.index import main as index
+    from tools.tokenizer import train as train_tokenizer
+
+    (folder / "corpus").mkdir()
+    generator = random.Random(1)
+    texts = (" ".join(generator.choices(TOPICS[number % 2].split(), k=60)) for number in range(160))
+    lines = (json.dumps({"text": text}) for text in texts)
+    (folder / "corpus" / "text.jsonl").write_text("\n".join(lines))
+    train_tokenizer([folder / "corpus"], 320, folder / "our.model", max_bytes=10**6, seed=1)
+    inputs = ["--input", str(folder / "corpus"), "--tokenizer", str(folder / "our.model"), "--split", "6,3,1"]
+    assert index([*inputs, "--out", str(folder / "data")]) == 0
+    return folder / "data"
+
+
+def test_clusters_of_text_without_labels_from_end_to_end(tmp_path):
+    """Each branch learns one of the topics, which no label tells apart, and the text routes to the branch that knows it."""
+    data, folder = write_topics(tmp_path), tmp_path / "run"
+    words = tiny_overrides(data, folder, "btm=cluster", "btm.num_branches=2", "btm.cluster_route_every=4")
+    words += ["train.steps=16", "train.eval_samples=8", "btm.development_samples=4", "run.resume=auto"]
+    words = [word for word in words if word not in ("train.eval_samples=0", "experiment=debug")]
+    words = ["experiment=debug", "optimizer.lr=1e-2", *words]
+    with forked_jobs():
+        assert main([*words, BEFORE_MERGE]) == 0
+    parts = json.loads((folder / "split" / "cluster" / "split.json").read_text())
+    assert parts["distinct"] and parts["mean_divergence_bits"] > 0.3 and len(parts["parts"]) == 2
+    ((code, _, err),) = run_ranks("call_tool", 1, "recipes.btm.__main__", [*words, "btm.stages=[merge,evaluate]"])
+    assert code == 0, err
+    results = json.loads((folder / "evaluate" / "results.json").read_text())
+    routed, branches = results["ensemble"]["cluster"]["ppl"], [results["models"][f"cluster{k}"]["ppl"] for k in (0, 1)]
+    assert routed < min(branches)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ppl_ensemble_cluster"] == routed and summary["ppl_ensemble_random"] is None
