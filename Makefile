@@ -69,7 +69,7 @@ data/laptop/dataset.json: | $(READY)
 
 # Eight domains; the spare ones stand in for those whose package cannot be had here, which is said.
 EIGHT := wiki_en ja code_py scripture_en recipes_en legal_en math biomed
-SPARE := wiki_fr wiki_es de ru
+SPARE := wiki_fr wiki_es de ru code_dj
 data/eight/dataset.json: | $(READY)
 	@rm -f data/corpus_8/*.jsonl; found=0; for domain in $(EIGHT) $(SPARE); do \
 	  test $$found -eq 8 || ! $(BIN)/python -m tools.corpus --out data/corpus_8 --domains $$domain || found=$$((found + 1)); \
