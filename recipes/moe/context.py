@@ -8,6 +8,7 @@ N layers with experts, E experts.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,7 +213,7 @@ def load_metrics(
 
     `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
     `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices, of each expert
-    null when nothing chose it; `routing_change`: part of the choices that would have to go elsewhere for the load of the step
+    null when nothing chose it, or when it is not finite; `routing_change`: part of the choices that would have to go elsewhere for the load of the step
     before, mean over layers; `dead_experts`: without any token.
     """
     mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
@@ -220,10 +221,8 @@ def load_metrics(
     max_vio_N = counts_NE.max(dim=1).values / mean_N - 1
     before_NE = previous_NE / previous_NE.sum(dim=1, keepdim=True).clamp(min=1)
     change_N = 0.5 * (counts_NE / choices_N[:, None] - before_NE).abs().sum(dim=1)
-    counts, gate_means = counts_NE.long().tolist(), (gates_NE / counts_NE).tolist()
     gate_mean_per_expert = [
-        [round(mean, 6) if count else None for count, mean in zip(*layer, strict=True)]
-        for layer in zip(counts, gate_means, strict=True)
+        [round(mean, 6) if math.isfinite(mean) else None for mean in layer] for layer in (gates_NE / counts_NE).tolist()
     ]
     return {
         "moe/max_vio": float(max_vio_N.max()),
@@ -232,6 +231,6 @@ def load_metrics(
         "moe/gate_mean": float((gates_NE.sum(dim=1) / choices_N).mean()),
         "moe/routing_change": float(change_N.mean()),
         "moe/dead_experts": int((counts_NE == 0).sum()),
-        "moe/tokens_per_expert": counts,
+        "moe/tokens_per_expert": counts_NE.long().tolist(),
         "moe/gate_mean_per_expert": gate_mean_per_expert,
     }

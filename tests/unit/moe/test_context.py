@@ -24,6 +24,8 @@ def test_load_metrics_by_hand():
         "entropy": torch.tensor([4 * math.log(2), 4 * math.log(4)]),
     }
     gates_NE = torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
+    diverged = load_metrics(counts_NE, gates_NE * math.nan, sums, torch.ones(2, 4))
+    assert diverged["moe/gate_mean_per_expert"] == [[None] * 4] * 2  # JSON has no other word for it
     metrics = load_metrics(counts_NE, gates_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]))
     assert metrics["moe/gate_mean"] == pytest.approx((4 / 8 + 2 / 8) / 2)
     assert metrics["moe/gate_mean_per_expert"] == [[0.5, 0.5, None, None], [0.25] * 4]
