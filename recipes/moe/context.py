@@ -213,8 +213,8 @@ def load_metrics(
 
     `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
     `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices, of each expert
-    null when nothing chose it, or when it is not finite; `routing_change`: part of the choices that would have to go elsewhere for the load of the step
-    before, mean over layers; `dead_experts`: without any token.
+    null when nothing chose it or when it is not finite; `routing_change`: part of the choices that would have to go elsewhere for
+    the load of the step before, mean over layers; `dead_experts`: without any token.
     """
     mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
     choices_N = counts_NE.sum(dim=1).clamp(min=1)
