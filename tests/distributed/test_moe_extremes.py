@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.config import AuxLossScope, Config, MoeBackend, Normalization, OptimizerName, TokenDropPolicy
-from tests.distributed.test_gradients import merged, worst
+from tests.distributed.test_gradients import check, merged, worst
 from tests.tiny import tiny_config, tiny_moe_config
 from tests.unit.moe import oracle
 from tests.unit.moe.layers import build, gradients, layer_config, random_weights
@@ -309,3 +309,14 @@ def test_evaluation_of_three_samples_over_ranks(run_ranks, tiny_data: Path, worl
         assert losses == results[0][0]
         for domain, loss in by_hand.items():
             assert losses[domain] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", MoeBackend)
+def test_a_batch_of_one_token_under_tensor_parallelism(run_ranks, backend):
+    """Each rank has half of every expert. (Sharing the positions out is refused: there is one.)"""
+    changes = {"parallel__tensor_model_parallel_size": 2, "parallel__expert_tensor_parallel_size": 2}
+    changes |= {"model__seq_length": 1, "train__global_batch_size": 1, "train__micro_batch_size": 1}
+    cases = [{"config": tiny_moe_config(moe__backend=backend, **changes)}]
+    results = run_ranks("gradient_cases", 2, cases)
+    check(results, bound=2e-5)
+    assert sum(results[1][0]["moe"]["moe/tokens_per_expert"][0]) == 2  # two choices of one token
