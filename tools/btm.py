@@ -40,7 +40,10 @@ EXPECTED = (
     ("btm_8domains", "average posterior", "average uniform", 0.0, 1.0),
     ("btm_8domains", "average posterior", "seed", 0.0, 1.0),
     ("btm_8domains", "ensemble domain: top2", "ensemble domain", 0.99, 1.01),
+    ("btm_8domains", "ensemble domain: top2_uniform", "ensemble domain: cumulative_uniform", 0.99, 1.01),
     ("btm_8domains", "ensemble domain: last_token_cached", "ensemble domain: cumulative_cached", 0.97, 1.03),
+    ("btm_8domains", "ensemble domain: last_token_updating", "ensemble domain: cumulative_updating", 0.97, 1.03),
+    ("btm_8domains", "ensemble domain: last_token_uniform", "ensemble domain: cumulative_uniform", 0.97, 1.03),
     ("cbtm_8clusters", "ensemble cluster", "dense", 0.0, 1.0),
     ("btx_8domains", "mix", "dense", 0.0, 1.0),
 )

@@ -123,10 +123,12 @@ class Evaluation:
         return perplexities(found, self.counts)
 
     def variants(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Every form with every prior, and the configured one with fewer experts."""
+        """Every form with every prior, and the configured one, also from a uniform prior, with fewer experts."""
         btm = self.config.btm
         found = {f"{form.value}_{prior.value}": (form, prior, None) for form in PosteriorForm for prior in ExpertPrior}
-        tops = {f"top{k}": (btm.form, btm.prior, k) for k in (1, 2, 4) if k < len(names)}
+        tops: dict[str, tuple[PosteriorForm, ExpertPrior, int | None]] = {}
+        for k in [k for k in (1, 2, 4) if k < len(names)]:
+            tops |= {f"top{k}": (btm.form, btm.prior, k), f"top{k}_uniform": (btm.form, ExpertPrior.uniform, k)}
         return {name: self.ensemble(names, *choice) for name, choice in (found | tops).items()}
 
     def routed(self, names: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`python -m tools.bench.btm`: what Branch-Train-Merge costs.
 
-ensemble   held-out loss of an ensemble of N models against the N models one by one: seconds, in interleaved rounds
+ensemble   held-out loss of an ensemble of N models against the N models one by one: processor seconds of one thread, which do
+           not depend on what else the machine does, in interleaved rounds
 workers    two branches by one worker after another, and by two at once: tokens per second from start to end, in turns
 """
 
@@ -30,7 +31,7 @@ def ensemble_cost(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
     from recipes.btm.model import Ensemble, Weighing
     from recipes.config import PosteriorForm
     from recipes.model.gpt import GPT
-    from tools.bench.rounds import interleave, median_and_iqr
+    from tools.bench.rounds import median_and_iqr
 
     _process_group_of_one()
     models = [GPT(_described([*overrides, f"run.seed={seed}"])).eval() for seed in range(8)]
@@ -50,8 +51,14 @@ def ensemble_cost(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
     work: dict[str, Callable[[], object]] = {"models": one_by_one}
     for name, ensemble in ensembles.items():
         work[name] = partial(ensemble, inputs, labels)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
     with torch.inference_mode():
-        seconds = interleave(work, rounds, 1)
+        for number in range(rounds + 1):
+            for name, call in work.items():
+                start = time.process_time()
+                call()
+                if number:  # the first round warms up
+                    seconds[name].append(time.process_time() - start)
     found: dict[str, Any] = {"models": len(models), "tokens": inputs.numel(), "rounds": rounds}
     found["seconds"] = {name: median_and_iqr(each) for name, each in seconds.items()}
     pairs = {name: [a / b for a, b in zip(seconds[name], seconds["models"], strict=True)] for name in ensembles}
