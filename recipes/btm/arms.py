@@ -95,6 +95,7 @@ class Arm:
             "run.name": f"{config.run.name}-{self.name}",
             "run.dir": str(folder / self.path),
             "run.resume": Resume.auto,
+            "btm.mix_share": 0.0,  # of an experiment or a group on the command line; no arm is mixed any more
         }
         return {**run, **start, **self.settings}
 

@@ -12,7 +12,7 @@ from recipes.config import Config, SplitBy
 from recipes.data.dataset import load_dataset
 from recipes.plan.size import flops_per_token
 from recipes.pretrain import compose
-from recipes.validation import prepare
+from recipes.validation import prepare, problems
 from tests.cli.fake_data import write_dataset
 
 TOKENS = {"code": 50_000, "en": 100_000, "ja": 50_000}
@@ -90,6 +90,17 @@ def test_the_description_survives_the_command_line(data, tmp_path):
         ours.checkpoint,
         ours.run.dir,
     )
+
+
+def test_the_mix_is_a_legal_run_of_an_experiment_that_asks_for_a_mix(data, tmp_path):
+    """Its experts are not refused for the mix_share that made them."""
+    chosen = ["experiment=debug", "btm=mix", f"data.path={data}", "train.global_batch_size=6", "train.steps=50"]
+    config = compose(chosen)
+    arms = plan_arms(config, load_dataset(data))
+    words = arguments(mix_arm(config, arms, mix_moe(config.btm, 3)).overrides(config, tmp_path))
+    again = compose([*chosen, *words])
+    again.checkpoint.load_from = None
+    assert again.moe.num_moe_experts == 3 and problems(again, 1, launch_dir=tmp_path) == []
 
 
 def test_only_what_a_result_depends_on_is_material(data, tmp_path):
