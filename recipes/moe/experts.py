@@ -110,10 +110,18 @@ def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int],
         a, grad_h = _activate_backward(torch.mm(grad_y, w2), h, gated)
         _read_ahead(w1, x)
         torch.mm(grad_h, w1, out=grad_x)
-        # Adding to zeros is faster than overwriting: zeros come into the cache without the old values being read.
-        grad_w1.zero_().addmm_(grad_h.t(), x)
-        grad_w2.zero_().addmm_(grad_y.t(), a)
+        _product(grad_h.t(), x, grad_w1)
+        _product(grad_y.t(), a, grad_w2)
     return grad_x_RH, grad_w1_LGH, grad_w2_LHF
+
+
+def _product(columns: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """columns @ rows, written to `out`. With few rows adding to zeros is faster than overwriting: zeros come into the cache
+    without the old values being read."""
+    if len(rows) <= _READ_AHEAD_ROWS:
+        out.zero_().addmm_(columns, rows)
+    else:
+        torch.mm(columns, rows, out=out)
 
 
 def _read_ahead(matrix: torch.Tensor, rows: torch.Tensor) -> None:

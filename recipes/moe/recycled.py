@@ -18,7 +18,7 @@ _OWN = 2  # holders of a kept storage that are ours: the tensor and the Python o
 class Recycler:
     """Keeps the memory of the tensors that it has made, and makes new ones of it when no other tensor has it.
 
-    A tensor takes at most twice the memory that it needs; whenever nothing suitable is left, all that is unused is given back.
+    A tensor takes at most half as much again as it needs; whenever nothing suitable is left, all that is unused is given back.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Recycler:
 
     def _unused(self, size: int) -> torch.Tensor:
         unused = [memory for memory, storage in self._kept if _holders(storage) == _OWN]
-        if fitting := [memory for memory in unused if size <= len(memory) <= 2 * size]:
+        if fitting := [memory for memory in unused if size <= len(memory) <= 1.5 * size]:
             return min(fitting, key=len)
         del unused
         self._kept = [(memory, storage) for memory, storage in self._kept if _holders(storage) > _OWN]
