@@ -161,14 +161,13 @@ class Engine:
                 own.setdefault(self._copies[entry.name], []).append(self._own_gradient(entry.parameter))
             return list(own.items())
         # ZeRO-1/2 divide each parameter group over the ranks that have the same weights; what pads the parts is zero.
-        found = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            if wrapper.cpu_offload:
-                parts = [wrapper.single_partition_of_fp32_groups[number].grad]
-            else:
-                parts = list(wrapper.averaged_gradients[number])
-            found.append((group["copies"], parts))
-        return found
+        return [(group["copies"], self._partition(number)) for number, group in enumerate(self.optimizer.param_groups)]
+
+    def _partition(self, number: int) -> list[torch.Tensor]:
+        """This rank's part of the gradients of a parameter group, with ZeRO-1 or 2."""
+        if self.wrapper.cpu_offload:
+            return [self.wrapper.single_partition_of_fp32_groups[number].grad]
+        return list(self.wrapper.averaged_gradients[number])
 
     def _third_stage_parts(self, number: int) -> list[torch.Tensor]:
         if self.wrapper.offload_optimizer:

@@ -17,8 +17,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as Scheduler
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
-from torch import nn
 
 from recipes import collectives
 from recipes.engine.engine import Engine
@@ -52,17 +52,6 @@ class Stage(PipelineModule):
         self.nll += out.detach().double().sum()
         return out.sum() * self.loss_scale
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The head's copy of the embedding, or the embedding: their gradients are added up over the two stages."""
-        (model,) = self.gpt
-        if not model.config.model.share_embeddings_and_output_weights or not (model.first or model.last):
-            return []
-        assert model.groups.ends is not None
-        if model.embedding is not None:
-            return [(model.embedding.table.weight, model.groups.ends)]
-        assert model.head is not None
-        return [(model.head.inner.weight, model.groups.ends)]
-
 
 class PipelineEngine(Engine):
     """`accumulate` runs the whole schedule; `backward` and calls have no meaning here."""
@@ -88,7 +77,23 @@ class PipelineEngine(Engine):
         inner.module.train()
         inner._compute_loss, inner.total_loss, inner.total_additional_losses = True, None, None
         inner._exec_schedule(inner._train_schedule())
+        self._sum_tied_gradients()
         return stage.nll.clone()
+
+    def _sum_tied_gradients(self) -> None:
+        """The embedding and the head's copy of it get the sum of both gradients, each summed over data-parallel ranks before.
+
+        The other way round, DeepSpeed's, the two would be summed over data-parallel ranks in unlike buckets, hence in unlike
+        order, and from three ranks on differ in their last bits.
+        """
+        for gradient in self._tied_gradients():  # in host memory when the optimizer is
+            gradient.copy_(collectives.sum_over_ranks(gradient.to(collectives.device()), self.groups.ends))
+
+    def _tied_gradients(self) -> list[torch.Tensor]:
+        if not isinstance(self.wrapper, DeepSpeedZeroOptimizer):
+            return [self._own_gradient(entry.parameter) for entry in self.parameters if entry.tied]
+        groups = enumerate(self.optimizer.param_groups)
+        return [part for number, group in groups if group["tied"] for part in self._partition(number)]
 
     def _take_step(self) -> None:
         self.inner._exec_optimizer_step()

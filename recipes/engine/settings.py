@@ -16,6 +16,7 @@ from recipes.topology import Layout
 def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration; `deepspeed.extra` is merged in last (validation has refused the keys that we own)."""
     bf16, stage = config.train.precision is Precision.bf16, config.zero.stage
+    own_optimizer = bf16 and stage == 1 and not config.zero.offload_optimizer  # BF16_Optimizer
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": config.zero.reduce_bucket_size,
@@ -31,8 +32,8 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        # The bf16 optimizer and ZeRO-0 are clipped by Engine, by a norm in which every expert counts once.
-        "gradient_clipping": config.optimizer.clip_grad if stage >= 2 or (stage and not bf16) else 0.0,
+        # ZeRO-0, and its bf16 optimizer in place of ZeRO-1, are clipped by Engine, by a norm in which every expert counts once.
+        "gradient_clipping": config.optimizer.clip_grad if stage and not own_optimizer else 0.0,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         # Between stages every tensor-parallel rank has its own hidden states, or all have the same.
@@ -86,6 +87,7 @@ def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Lay
         group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
         group["lr_scale"] = config.moe.moe_router_lr_scale if router else _expert_scale(config.moe) if experts else 1.0
         whole = not experts and not entry.sharded
+        group["tied"] = entry.tied
         group["copies"] = (layout.tensor_parallel_size if whole else 1) * (2 if entry.tied else 1)
         group["params"].append(entry.parameter)
         if experts:

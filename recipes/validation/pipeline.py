@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recipes import schema
-from recipes.config import RECOMPUTE_MODULES, Config, ModelConfig, Precision, Recompute
+from recipes.config import RECOMPUTE_MODULES, Config, ModelConfig, Recompute
 from recipes.logical import moe_layers
 from recipes.validation.limits import Problems
 
@@ -20,13 +20,6 @@ def check_pipeline(config: Config, world_size: int) -> Problems:
     elif zero.stage and zero.overlap_comm:
         reason = "DeepSpeed's pipeline engine switches it off, as it reduces gradients after the last micro-batch"
         yield f"zero.overlap_comm=true has no effect {with_stages}: {reason}; use zero.overlap_comm=false"
-    tied = config.model.share_embeddings_and_output_weights
-    if zero.stage and zero.offload_optimizer and tied and config.train.precision is Precision.bf16:
-        reason = (
-            "DeepSpeed would not add up the gradients of the tied embedding's copies on the first and the last stage"
-        )
-        way_out = "use zero.offload_optimizer=false, model.share_embeddings_and_output_weights=false, or one stage"
-        yield f"zero.offload_optimizer=true {with_stages} and train.precision=bf16: {reason}; {way_out}"
 
 
 def check_recompute(config: Config, world_size: int) -> Problems:

@@ -28,7 +28,7 @@ from tests.unit.test_layouts import EXPERTS, PP2, TP2, _config, _problems
         (tiny_moe_config(model__num_query_groups=4), 8, 75 + 42),
         (tiny_moe_config(train__global_batch_size=2), 4, 30 + 16),  # the batch cannot be shared by 4
         (_config(zero__overlap_comm=True), 2, 6),  # without stage 0, without a pipeline
-        (_config(zero__offload_optimizer=True, train__precision=Precision.bf16), 2, 6),
+        (_config(zero__offload_optimizer=True, train__precision=Precision.bf16), 2, 6 + 1),
         (_config(zero__offload_optimizer=True), 2, 6 + 1),
     ],
 )

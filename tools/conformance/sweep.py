@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,11 +96,13 @@ def plan(
     return Plan(world_size, small, cases, legal, [*changes(config, small), *notes])
 
 
-def sweep(plan: Plan, *, limit: float = LIMIT_SECONDS, plant: str | None = None) -> Iterator[Row]:
+def sweep(plan: Plan, *, limit: float | None = None, plant: str | None = None) -> Iterator[Row]:
     """Measure and compare each case. A case that fails or takes longer than `limit` seconds is a row with a problem.
 
+    By default 60 seconds, and longer in proportion when there are more than two ranks for each core.
     `plant` ("module:function"): called in each process before it builds a model, with its rank, to see a fault found.
     """
+    limit = limit or LIMIT_SECONDS * max(1.0, plan.world_size / (2 * len(os.sched_getaffinity(0))))
     small, references = _references(plan, limit)
     bounds: dict[Case, Mapping[str, float]] = {}
     if small.train.precision is Precision.bf16:
