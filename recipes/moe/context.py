@@ -92,8 +92,6 @@ class MoeContext:
         """
         row, moe = self.layers.index(layer), self.moe
         counts_E = routing.counts_E
-        balance = self._balance(row, routing, counts_E, sequence_shape)
-        z = z_part(routing.logits_TE, self.tokens_per_step)
         weights = [
             coefficient(start, end, moe.moe_loss_coeff_ramp, self.steps + 1)
             for start, end in (
@@ -101,9 +99,15 @@ class MoeContext:
                 (moe.moe_z_loss_coeff, moe.moe_z_loss_coeff_end),
             )
         ]
-        loss = weights[0] * balance + weights[1] * z
+        with torch.set_grad_enabled(weights[0] != 0):  # a loss that is only recorded needs no backward pass
+            balance = self._balance(row, routing, counts_E, sequence_shape)
+        with torch.set_grad_enabled(weights[1] != 0):
+            z = z_part(routing.logits_TE, self.tokens_per_step)
         self._record(row, counts_E, routing, balance, z)
+        if not any(weights):
+            return out
         # The engine multiplies the language loss by the number of data-parallel ranks, over which DeepSpeed then averages.
+        loss = weights[0] * balance + weights[1] * z
         return AddLoss.apply(out, loss, self.groups.layout.data_parallel_size / self.copies)
 
     @torch.no_grad()

@@ -99,6 +99,25 @@ def gather_from_experts(y_RH: torch.Tensor, plan: Plan, gates_TK: torch.Tensor, 
     return _Combine.apply(y_RH, gates_TK, plan)
 
 
+def branch(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens twice, for the router and for the experts; both gradients are added up in recycled memory."""
+    return _Branch.apply(x_TH)
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x_TH.view_as(x_TH), x_TH.view_as(x_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, one_TH: torch.Tensor | None, other_TH: torch.Tensor | None):
+        if one_TH is None or other_TH is None:
+            return other_TH if one_TH is None else one_TH
+        return torch.add(one_TH, other_TH, out=recycler.empty_like(one_TH))
+
+
 class _Gather(torch.autograd.Function):
     """x_TH[order // K]: the rows of the assignments. The gradient of a token is the sum over its kept choices."""
 
@@ -129,7 +148,8 @@ class _Combine(torch.autograd.Function):
         order_A = ctx.plan.order_A
         grad_AH = _collect(grad_TH, order_A // gates_TK.shape[1] if gates_TK.shape[1] > 1 else order_A)
         grad_gates = gates_TK.new_zeros(gates_TK.numel())
-        grad_gates[order_A] = torch.linalg.vecdot(y_AH, grad_AH).to(gates_TK.dtype)
+        product_AH = torch.mul(y_AH, grad_AH, out=recycler.empty_like(y_AH))
+        grad_gates[order_A] = product_AH.sum(-1, dtype=gates_TK.dtype)
         gates_A1 = gates_TK.reshape(-1).index_select(0, order_A)[:, None].to(y_AH.dtype)
         return grad_AH.mul_(gates_A1), grad_gates.view_as(gates_TK), None
 

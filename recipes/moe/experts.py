@@ -29,12 +29,23 @@ def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
     return F.silu(gate_RF) * up_RF
 
 
-def _activate_backward(grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activations once more, and the gradient of `h_RG` from theirs, which it may overwrite."""
+def _activate_into(h_RG: torch.Tensor, gated: bool, out_RF: torch.Tensor) -> torch.Tensor:
+    """`activate` with its result in `out_RF`."""
     if not gated:
-        return F.gelu(h_RG), torch.ops.aten.gelu_backward.grad_input(grad_RF, h_RG, grad_input=grad_RF)
+        return torch.ops.aten.gelu.out(h_RG, out=out_RF)
     gate_RF, up_RF = h_RG.chunk(2, dim=-1)
-    silu_RF = F.silu(gate_RF)
+    return torch.ops.aten.silu.out(gate_RF, out=out_RF).mul_(up_RF)
+
+
+def _activate_backward(
+    grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool, out_RF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activations once more, in `out_RF`, and the gradient of `h_RG` from theirs, which it may overwrite."""
+    if not gated:
+        _activate_into(h_RG, gated, out_RF)
+        return out_RF, torch.ops.aten.gelu_backward.grad_input(grad_RF, h_RG, grad_input=grad_RF)
+    gate_RF, up_RF = h_RG.chunk(2, dim=-1)
+    silu_RF = torch.ops.aten.silu.out(gate_RF, out=out_RF)
     grad_RG = torch.empty_like(h_RG)
     grad_gate_RF, grad_up_RF = grad_RG.chunk(2, dim=-1)
     torch.mul(grad_RF, silu_RF, out=grad_up_RF)
@@ -75,7 +86,8 @@ def _forward_in_one_kernel(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool
 
 def _backward_in_one_kernel(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int], gated: bool):
     ends_L = _ends(sizes_L, x_RH.device)
-    a_RF, grad_h_RG = _activate_backward(torch._grouped_mm(grad_RH, w2_LHF, offs=ends_L), h_RG, gated)
+    grad_a_RF = torch._grouped_mm(grad_RH, w2_LHF, offs=ends_L)
+    a_RF, grad_h_RG = _activate_backward(grad_a_RF, h_RG, gated, torch.empty_like(grad_a_RF))
     grad_w1_LGH = torch._grouped_mm(grad_h_RG.t(), x_RH, offs=ends_L)
     grad_w2_LHF = torch._grouped_mm(grad_RH.t(), a_RF, offs=ends_L)
     for expert in (expert for expert, size in enumerate(sizes_L) if size == 0):
@@ -91,23 +103,30 @@ def _ends(sizes_L: list[int], device: torch.device) -> torch.Tensor:
 
 def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     h_RG = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH)
-    y_RH = recycler.empty_like(x_RH)
+    y_RH, scratch_RF = recycler.empty_like(x_RH), _scratch(x_RH, w2_LHF, sizes_L)
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
     for x, h, y, w1, w2 in zip(*by_rows, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
         _read_ahead(w1, x)
         torch.mm(x, w1.t(), out=h)
-        torch.mm(activate(h, gated), w2.t(), out=y)
+        torch.mm(_activate_into(h, gated, scratch_RF[: len(x)]), w2.t(), out=y)
     return h_RG, y_RH
+
+
+def _scratch(x_RH: torch.Tensor, w2_LHF: torch.Tensor, sizes_L: list[int]) -> torch.Tensor:
+    """Room for the activations of the busiest expert, that no expert has to ask for its own."""
+    return recycler.empty((max(sizes_L), w2_LHF.shape[2]), x_RH)
 
 
 def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int], gated: bool):
     grad_x_RH = recycler.empty_like(x_RH)
     grad_w1_LGH, grad_w2_LHF = recycler.empty_like(w1_LGH), recycler.empty_like(w2_LHF)
+    scratch_RF, grad_scratch_RF = (_scratch(x_RH, w2_LHF, sizes_L) for _ in range(2))
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
     for x, h, grad_y, grad_x, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
         _read_ahead(w2, x)
-        a, grad_h = _activate_backward(torch.mm(grad_y, w2), h, gated)
+        grad_a = torch.mm(grad_y, w2, out=grad_scratch_RF[: len(x)])
+        a, grad_h = _activate_backward(grad_a, h, gated, scratch_RF[: len(x)])
         _read_ahead(w1, x)
         torch.mm(grad_h, w1, out=grad_x)
         _product(grad_h.t(), x, grad_w1)

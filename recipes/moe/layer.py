@@ -16,7 +16,7 @@ from recipes import collectives, partial
 from recipes.config import Activation, Config, MoeBackend
 from recipes.logical import expert_width, learns_routes, num_moe_experts
 from recipes.moe.context import MoeContext
-from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
+from recipes.moe.dispatch import branch, gather_from_experts, make_plan, scatter_to_experts
 from recipes.moe.expert_dropout import mlp_with_dropout
 from recipes.moe.experts import GroupedMLP, activate
 from recipes.moe.router import Routing, route, router_logits
@@ -139,10 +139,11 @@ class GroupedMoE(MoE):
         assert not use_data_before_expert_parallel_
 
     def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
-        routing = self.choose(x_TH, self.router, sequence_shape, self.training)
+        routed_TH, sent_TH = branch(x_TH)
+        routing = self.choose(routed_TH, self.router, sequence_shape, self.training)
         topk = routing.ids_TK.shape[1]
         plan = make_plan(routing.ids_TK, routing.used_TK, self.num_experts, self.group)
-        rows_RH = scatter_to_experts(x_TH, plan, topk, self.group)
+        rows_RH = scatter_to_experts(sent_TH, plan, topk, self.group)
         rows_RH = self._through_experts(rows_RH, plan.sizes_L)
         return gather_from_experts(rows_RH, plan, routing.gates_TK, self.group), routing
 

@@ -11,8 +11,10 @@ from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from recipes.config import MoeConfig, ScoreFunction, SecondExpert
+from recipes.moe.recycled import recycler
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,25 @@ class Routing:
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
     """Logits: fp32 [T, E]. Both factors are cast up first: bf16 products would tie and flip choices."""
-    return F.linear(x_TH.float(), weight_EH.float())
+    return _Logits.apply(x_TH.float(), weight_EH.float())
+
+
+class _Logits(torch.autograd.Function):
+    """x [..., H] and weight [E, H] -> x weight^T. The gradient of x is written into recycled memory."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_EH)
+        return F.linear(x, weight_EH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, weight_EH = ctx.saved_tensors
+        rows_TE, x_TH = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = torch.mm(rows_TE, weight_EH, out=recycler.empty_like(x_TH)).view_as(x) if needs_x else None
+        return grad_x, rows_TE.t().mm(x_TH) if needs_weight else None
 
 
 def scores(logits_TE: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
