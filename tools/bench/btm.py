@@ -81,7 +81,13 @@ def workers_speed(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
                 jobs = []
                 for domain in domains:
                     own = [f"data.domain_weights={{{domain}:1}}", f"run.dir={folder}/{domain}", "train.eval_samples=0"]
-                    words = ["checkpoint.save_final=false", "telemetry=disabled", *overrides, *own]
+                    words = [
+                        "experiment=btm_8domains",
+                        "checkpoint.save_final=false",
+                        "telemetry=disabled",
+                        *overrides,
+                        *own,
+                    ]
                     jobs.append(Job(domain, command(words, 1), Path(folder) / f"{domain}.log"))
                 start = time.perf_counter()
                 run_jobs(jobs, workers, 0, lambda job: None, print)
