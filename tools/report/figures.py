@@ -153,16 +153,19 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
 
 
 def expert_gates(run: Run, layers: Sequence[int]) -> Figure:
-    """Mean gate of each expert in the last steps, layer by layer, and how far each layer's load moved over the run."""
+    """Mean gate of each expert in the last steps, layer by layer (nothing for an expert without a token), and how far each layer's
+    load moved over the run."""
     from matplotlib.colors import Normalize
 
     assert run.counts_TNE is not None and run.gates_TNE is not None
     last = min(LAST_STEPS, len(run.counts_TNE))
     counts_TNE = run.counts_TNE[-last:]
-    gate_NE = (np.nan_to_num(run.gates_TNE[-last:]) * counts_TNE).sum(axis=0) / counts_TNE.sum(axis=0).clip(min=1)
+    count_NE = (counts_TNE * np.isfinite(run.gates_TNE[-last:])).sum(axis=0)
+    gate_NE = (np.nan_to_num(run.gates_TNE[-last:]) * counts_TNE).sum(axis=0) / count_NE.clip(min=1)
+    most, gate_NE = gate_NE.max(), np.where(count_NE > 0, gate_NE, np.nan)
     labels = [f"layer {layer}" for layer in layers]
     figure, (left, right) = _panels(1, 2, height=max(3.4, 1.8 + 0.42 * len(layers)))
-    image = _heat_map(left, gate_NE, labels, "viridis", Normalize(0, max(gate_NE.max(), 1e-9)), digits=2)
+    image = _heat_map(left, gate_NE, labels, "viridis", Normalize(0, max(most, 1e-9)), digits=2)
     left.set(title=f"mean gate, last {last} steps", xlabel="expert")
     _scale(figure, image, left, "gate")
     change_NT = routing_change(run.counts_TNE).T
@@ -185,7 +188,12 @@ def routing_change(counts_TNE: np.ndarray) -> np.ndarray:
 
 
 def stability(runs: Sequence[Run]) -> Figure:
-    """Loss, gradient norm and router z-loss of every step; a cross where a step was not applied."""
+    """Loss, gradient norm and router z-loss of every step; a cross where a step was not applied.
+
+    A loss of more than one and a half times what the runs began with is not shown: it would flatten all others.
+    """
+    from matplotlib.ticker import NullFormatter
+
     curves = {
         "training loss": [run.lm_loss_T for run in runs],
         "gradient norm before clipping": [run.grad_norm_T for run in runs],
@@ -198,7 +206,15 @@ def stability(runs: Sequence[Run]) -> Figure:
             skipped_T = np.diff(run.skipped_T, prepend=0) > 0
             axes.plot(run.steps_T, y_T, **_line(number), linewidth=0.9)
             axes.plot(run.steps_T[skipped_T], y_T[skipped_T], "x", color=_colour(number), markersize=5)
-        axes.set(title=title, xlabel="optimizer steps", yscale="linear" if title == "training loss" else "log")
+        axes.set(title=title, xlabel="optimizer steps")
+        if axes is not panels.flat[0]:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")  # the default one writes formulas
+            axes.yaxis.set_minor_formatter(NullFormatter())
+    losses = np.concatenate([run.lm_loss_T[np.isfinite(run.lm_loss_T)] for run in runs])
+    limit = 1.5 * max((run.lm_loss_T[0] for run in runs if np.isfinite(run.lm_loss_T[0])), default=np.inf)
+    if losses.size and losses.max() > limit:
+        panels.flat[0].set_ylim(0.95 * losses.min(), limit)
     panels.flat[0].set_ylabel("nats per token")
     _legend(figure, runs)
     return figure
@@ -312,11 +328,14 @@ def _heat_map(
     """Rows x experts, with the numbers while they can be read."""
     num_experts = value_RE.shape[1]
     image = axes.imshow(value_RE, cmap=cmap, norm=norm, aspect="auto")
+    axes.set_facecolor("#eeeeee")  # of what is NaN
     axes.grid(visible=False)
     axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
     axes.set_xticks(range(0, num_experts, 1 if num_experts <= 16 else -(-num_experts // 16)))
     if num_experts <= 16:
         for (row, expert), value in np.ndenumerate(value_RE):
+            if np.isnan(value):
+                continue
             red, green, blue, _ = image.to_rgba(value)
             colour = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
             text = f"{value:.{digits}f}".removesuffix(".0")

@@ -74,8 +74,9 @@ def pictures(runs: Sequence[Run], uses: dict[int, DomainUse]) -> Iterator[Pictur
         yield Picture(
             "stability.png",
             "Stability",
-            "Every step as it was, and a cross where a step was not applied. The router z-loss is the mean square of the "
-            "logarithm of the routers' summed exponentials: it grows with the routers' logits.",
+            "Every step as it was, and a cross where a step was not applied; a run that diverges leaves the first panel at the "
+            "top. The router z-loss is the mean square of the logarithm of the routers' summed exponentials: it grows with the "
+            "routers' logits.",
             figures.render(lambda: figures.stability(runs)),
         )
     yield Picture(
