@@ -68,5 +68,15 @@ def test_an_experiment_differs_from_its_control_in_its_experts_and_not_in_comput
     assert flops_per_token(sparse) / flops_per_token(dense) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("spike_8e_guard", {"train.spike_factor", "train.spike_window"}), ("spike_8e_z_loss", {"moe.moe_z_loss_coeff"})],
+)
+def test_what_helps_against_divergence_is_the_only_difference(name, keys):
+    plain, helped = flat(composed("experiment=spike_8e")), flat(composed(f"experiment={name}"))
+    assert {key for key in plain if plain[key] != helped[key]} == keys | {"run.name"}
+    assert plain["moe.moe_z_loss_coeff"] == plain["train.spike_factor"] == plain["optimizer.clip_grad"] == 0
+
+
 def flat(config: Config) -> dict[str, Any]:
     return {f"{group}.{key}": value for group, keys in to_plain(config).items() for key, value in keys.items()}
