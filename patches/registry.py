@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from patches.deepspeed import bf16_first_step, optimizer_state_link, shm_build
+from patches.deepspeed import bf16_first_step, bf16_memory_report, optimizer_state_link, shm_build
 from patches.megatron_core import current_device, rng_tracker
 from patches.record import Patch
 
@@ -19,6 +19,7 @@ PATCHES: tuple[Patch, ...] = (
     shm_build.PATCH,
     optimizer_state_link.PATCH,
     bf16_first_step.PATCH,
+    bf16_memory_report.PATCH,
     rng_tracker.PATCH,
     current_device.PATCH,
 )

@@ -97,3 +97,10 @@ class PipelineEngine(Engine):
 
     def _take_step(self) -> None:
         self.inner._exec_optimizer_step()
+
+    def close(self) -> None:
+        """See Engine.close."""
+        # The graphs of losses lead to the weights, on which the engine has hooks: a cycle that no garbage collection sees.
+        self.inner.loss = self.inner.total_loss = None
+        self.inner.pipe_buffers.clear()
+        super().close()

@@ -187,6 +187,7 @@ class StockMoE(MoE):
 
     def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
         out_TH = self._experts(x_TH)
+        self.deepspeed_moe.l_aux = None  # its graph would keep model and engine alive for ever
         return out_TH, route(router_logits(x_TH, self.router_weight), self.moe)
 
     def _experts(self, x_TH: torch.Tensor) -> torch.Tensor:

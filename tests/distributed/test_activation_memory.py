@@ -93,8 +93,6 @@ class Watch:
 
 def measured(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
     """Bytes of each config on this rank, in one step through the engine: see Watch."""
-    from deepspeed.runtime import bf16_optimizer
-
     from recipes import collectives
     from recipes.engine import make_engine
     from recipes.launcher import rank_environment
@@ -105,7 +103,6 @@ def measured(rank: int, world_size: int, configs: list[Config]) -> list[dict[str
     from tests.distributed.workers import data_place, step_indices, tiny_tokens
 
     start_process(configs[0], rank_environment(os.environ))
-    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # which collects garbage dozens of times
     plain_again, results = recompute._again, []
     for config in configs:
         layout, tokens = layout_of(config, world_size), tiny_tokens(config)
