@@ -114,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> list[Row]:
     console.print("scaled:", *planned.notes, sep="\n  ")
     rows = _swept(planned, console)
     out = Console()
-    (out if out.is_terminal else Console(width=200)).print(table(planned, rows))
+    (out if out.is_terminal else Console(width=230)).print(table(planned, rows))
     if arguments.json:
         report = {"overrides": arguments.overrides, "seed": arguments.seed, "precision": precision.name}
         report |= {"scaled": planned.notes, "legal": planned.legal, "rows": [row.plain() for row in rows]}
