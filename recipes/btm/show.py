@@ -151,6 +151,7 @@ def matrix(results: Mapping[str, Any]) -> Figure:
     axes = figure.subplots()
     furthest = max(1.02, float(np.abs(np.log(ratio_BD)).max() and np.exp(np.abs(np.log(ratio_BD)).max())))
     image = axes.imshow(ratio_BD, cmap="RdBu_r", norm=LogNorm(1 / furthest, furthest), aspect="auto")
+    axes.grid(visible=False)
     axes.set_xticks(range(len(domains)), domains, rotation=30, ha="right")
     axes.set_yticks(range(len(branches)), branches)
     axes.set(title="perplexity of each branch / of the dense run", xlabel="held-out text of", ylabel="branch")
