@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -71,21 +71,26 @@ def described(arm: Arm) -> Config:
 
 
 def train(arm: Arm) -> None:
-    """Train in fresh processes, their output going where ours goes.
+    """Train in fresh processes (see `run_to_end`)."""
+    run_to_end(command(arm), f"{arm.name}, seed {arm.seed}", arm.folder)
 
-    Raises SystemExit with the launcher's exit code when the run fails. Leaves no process behind, however it ends.
+
+def run_to_end(words: Sequence[str], name: str, folder: Path) -> None:
+    """Run a command that leaves a complete run `folder`, its output going where ours goes.
+
+    Raises SystemExit with its exit code when it fails. Leaves no process behind, however it ends.
     """
     # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(command(arm), start_new_session=True)
+    child = subprocess.Popen(words, start_new_session=True)
     try:
         code = child.wait()
     except BaseException:
         _stop(child)
         raise
-    if code == 0 and not (arm.folder / "summary.json").exists():
+    if code == 0 and not (folder / "summary.json").exists():
         code = 1  # deepspeed's launcher hides that a rank was killed by a signal
     if code:
-        print(f"error: {arm.name}, seed {arm.seed}: exit code {code}; see above, and {arm.folder}", file=sys.stderr)
+        print(f"error: {name}: exit code {code}; see above, and {folder}", file=sys.stderr)
         raise SystemExit(code)
 
 
@@ -177,3 +182,14 @@ def shared_overrides(arguments: argparse.Namespace) -> list[str]:
     overrides = [*arguments.overrides, *arguments.more]
     check_shared(overrides)
     return overrides if arguments.steps is None else [*overrides, f"train.steps={arguments.steps}"]
+
+
+def run_command(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """`run`, stoppable: exit code 0, or 2 with one message on bad input."""
+    try:
+        with stoppable():
+            run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

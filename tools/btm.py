@@ -10,7 +10,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -187,19 +186,11 @@ def _equal_weights(experiment: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _run_one(experiment: str, seed: int, folder: Path, overrides: Sequence[str]) -> None:
-    """In a session of its own, so that a signal reaches it once. Raises SystemExit with its exit code when it fails."""
+    from tools.arms import run_to_end
+
     own = [f"run.seed={seed}", f"run.dir={folder}", "run.resume=auto", *_equal_weights(experiment, overrides)]
-    words = [f"experiment={experiment}", *overrides, *own]
-    child = subprocess.Popen([sys.executable, "-m", "recipes.btm", *words], start_new_session=True)
-    try:
-        code = child.wait()
-    except BaseException:
-        child.terminate()
-        child.wait()
-        raise
-    if code:
-        print(f"error: {experiment}, seed {seed}: exit code {code}; see above, and {folder}", file=sys.stderr)
-        raise SystemExit(code)
+    words = [sys.executable, "-m", "recipes.btm", f"experiment={experiment}", *overrides, *own]
+    run_to_end(words, f"{experiment}, seed {seed}", folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -264,15 +255,9 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 on bad input; that of `recipes.btm` when a run fails."""
     arguments = _parser().parse_intermixed_args(argv)
-    from tools.arms import stoppable
+    from tools.arms import run_command
 
-    try:
-        with stoppable():
-            _run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_run, arguments)
 
 
 if __name__ == "__main__":

@@ -188,15 +188,9 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 on bad input; that of the launcher when a run fails."""
     arguments = _parser().parse_intermixed_args(argv)
-    from tools.arms import stoppable
+    from tools.arms import run_command
 
-    try:
-        with stoppable():
-            _run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_run, arguments)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ def ensemble_cost(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
     import torch
 
     from recipes.btm.model import Ensemble, Weighing
-    from recipes.config import PosteriorForm
+    from recipes.config import Config, PosteriorForm
+    from recipes.launcher import Ranks
     from recipes.model.gpt import GPT
-    from tools.bench.rounds import median_and_iqr
+    from recipes.train.job import start_process
+    from tools.bench.rounds import interleave, median_and_iqr, ratio
 
-    _process_group_of_one()
+    start_process(Config(), Ranks())
     models = [GPT(_described([*overrides, f"run.seed={seed}"])).eval() for seed in range(8)]
     config = models[0].config
     shape = (config.train.micro_batch_size, config.model.seq_length + 1)
@@ -51,18 +53,11 @@ def ensemble_cost(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
     work: dict[str, Callable[[], object]] = {"models": one_by_one}
     for name, ensemble in ensembles.items():
         work[name] = partial(ensemble, inputs, labels)
-    seconds: dict[str, list[float]] = {name: [] for name in work}
     with torch.inference_mode():
-        for number in range(rounds + 1):
-            for name, call in work.items():
-                start = time.process_time()
-                call()
-                if number:  # the first round warms up
-                    seconds[name].append(time.process_time() - start)
+        seconds = interleave(work, rounds, 1, clock=time.process_time)
     found: dict[str, Any] = {"models": len(models), "tokens": inputs.numel(), "rounds": rounds}
     found["seconds"] = {name: median_and_iqr(each) for name, each in seconds.items()}
-    pairs = {name: [a / b for a, b in zip(seconds[name], seconds["models"], strict=True)] for name in ensembles}
-    return found | {"ratio": {name: median_and_iqr(each) for name, each in pairs.items()}}
+    return found | {"ratio": {name: ratio(seconds[name], seconds["models"]) for name in ensembles}}
 
 
 def workers_speed(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
@@ -105,20 +100,6 @@ def _described(overrides: Sequence[str]) -> Any:
     if found := problems(config, 1, launch_dir=Path.cwd()):
         raise ValueError("\n  - ".join(found))
     return prepare(config, 1, launch_dir=Path.cwd())
-
-
-def _process_group_of_one() -> None:
-    from megatron.core import tensor_parallel
-
-    from patches.registry import apply_all
-    from recipes import collectives
-    from recipes.groups import enter
-    from recipes.topology import Layout
-
-    apply_all(say=lambda line: None)
-    collectives.start()
-    enter(Layout(1))
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

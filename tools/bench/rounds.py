@@ -7,16 +7,22 @@ import time
 from collections.abc import Callable, Mapping
 
 
-def interleave(work: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds per call of each piece of work, one number per round; a first, unmeasured round warms up."""
+def interleave(
+    work: Mapping[str, Callable[[], object]],
+    rounds: int,
+    repeats: int,
+    clock: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds per call of each piece of work by `clock` (wall time), one number per round; a first, unmeasured round warms up."""
+    clock = clock or time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds + 1):
         for name, call in work.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats if number else 1):
                 call()
             if number:
-                seconds[name].append((time.perf_counter() - start) / repeats)
+                seconds[name].append((clock() - start) / repeats)
     return seconds
 
 
