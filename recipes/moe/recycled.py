@@ -18,11 +18,13 @@ _OWN = 2  # holders of a kept storage that are ours: the tensor and the Python o
 class Recycler:
     """Keeps the memory of the tensors that it has made, and makes new ones of it when no other tensor has it.
 
-    A tensor takes at most half as much again as it needs; whenever nothing suitable is left, all that is unused is given back.
+    A tensor takes at most half as much again as it needs. What is kept is at most a quarter more than was once in use at the
+    same time; beyond that, what has been unused for longest is given back.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []  # bytes
+        self._kept: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}  # bytes by address, last given out last
+        self._most = 0  # bytes in use at the same time
         self._lock = threading.Lock()  # backward passes of several devices run in threads of their own
 
     def empty_like(self, other: torch.Tensor) -> torch.Tensor:
@@ -39,14 +41,26 @@ class Recycler:
             return memory[:size].view(like.dtype).view(shape)
 
     def _unused(self, size: int) -> torch.Tensor:
-        unused = [memory for memory, storage in self._kept if _holders(storage) == _OWN]
-        if fitting := [memory for memory in unused if size <= len(memory) <= 1.5 * size]:
-            return min(fitting, key=len)
-        del unused
-        self._kept = [(memory, storage) for memory, storage in self._kept if _holders(storage) > _OWN]
+        unused = {
+            address: len(memory) for address, (memory, storage) in self._kept.items() if _holders(storage) == _OWN
+        }
+        kept = sum(len(memory) for memory, _ in self._kept.values())
+        in_use = kept - sum(unused.values())
+        if fitting := [address for address, length in unused.items() if size <= length <= 1.5 * size]:
+            address = min(fitting, key=unused.__getitem__)
+            self._kept[address] = self._kept.pop(address)
+            self._most = max(self._most, in_use + unused[address])
+            return self._kept[address][0]
         step = 1 << (size.bit_length() - 4)  # up to an eighth more: numbers of rows vary from step to step
-        memory = torch.empty(-(-size // step) * step, dtype=torch.uint8)
-        self._kept.append((memory, memory.untyped_storage()))
+        length = -(-size // step) * step
+        self._most = max(self._most, in_use + length)
+        for address in unused:
+            if kept + length <= 1.25 * self._most:
+                break
+            kept -= unused[address]
+            del self._kept[address]
+        memory = torch.empty(length, dtype=torch.uint8)
+        self._kept[memory.data_ptr()] = memory, memory.untyped_storage()
         return memory
 
 

@@ -64,7 +64,7 @@ def test_memory_serves_another_shape_and_type_of_about_its_size(made):
 def test_what_does_not_fit_is_given_back(made, size):
     made.empty((SIZE,), torch.zeros(1))
     made.empty((size,), torch.zeros(1))
-    assert [size <= len(memory) / 4 <= 1.125 * size for memory, _ in made._kept] == [True]
+    assert [size <= len(memory) / 4 <= 1.125 * size for memory, _ in made._kept.values()] == [True]
 
 
 def test_small_tensors_are_ordinary(made):
@@ -77,7 +77,23 @@ def test_no_more_is_kept_than_was_in_use(made):
         together = [made.empty((SIZE + 1000 * (step % 7 + extra),), torch.zeros(1)) for extra in range(3)]
         assert len({tensor.data_ptr() for tensor in together}) == 3
         del together
-    assert len(made._kept) == 3 and sum(len(memory) for memory, _ in made._kept) < 1.2 * 3 * 4 * SIZE
+    assert len(made._kept) == 3 and sum(len(memory) for memory, _ in made._kept.values()) < 1.2 * 3 * 4 * SIZE
+
+
+def test_a_step_that_repeats_itself_takes_no_new_memory(made, monkeypatch):
+    """Small tensors early in a step must not cost the large ones that it needs late, nor these the small ones."""
+    like = torch.zeros(1)
+
+    def step() -> None:
+        forward = [made.empty((SIZE // 4,), like) for _ in range(4)]
+        del forward[1:]
+        backward = [made.empty((8 * SIZE,), like) for _ in range(2)]
+        del forward, backward
+
+    for _ in range(3):
+        step()
+    monkeypatch.setattr(torch, "empty", None)
+    step()
 
 
 def test_gradients_of_experts_that_are_still_held_stay_as_they_are():
@@ -109,5 +125,5 @@ def test_a_second_backward_pass_adds_to_the_gradient_of_the_first():
     w1.grad = w2.grad = None
     GroupedMLP.apply(x, w1, w2, [1, 3], False).sum().backward()
     torch.testing.assert_close(w1.grad, once)
-    kept = [tensor.data_ptr() for tensor, _ in recycler._kept]
+    kept = [tensor.data_ptr() for tensor, _ in recycler._kept.values()]
     assert memory in kept and w1.grad.data_ptr() in kept  # the gradient itself, not a copy of it
