@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
@@ -113,6 +115,26 @@ class SdpaAttention(nn.Module):
         return context_SBND.reshape(*context_SBND.shape[:2], -1)
 
 
+def own_dropout(divided: bool) -> contextlib.AbstractContextManager:
+    """Around dropout of hidden states: when they are divided over tensor-parallel ranks by position, each rank draws its own.
+
+    From the common generator all ranks would drop the same channels at positions a share of the sequence apart.
+    """
+    return get_cuda_rng_tracker().fork() if divided else contextlib.nullcontext()
+
+
+def divided_bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """megatron-core's addition of bias and residual behind dropout, for divided hidden states. (It forks the generator around all
+    its layers instead, which `TransformerLayer` by itself leaves to its caller.)"""
+    add = get_bias_dropout_add(training, fused)
+
+    def forward(x_with_bias: tuple, residual: torch.Tensor, probability: float) -> torch.Tensor:
+        with own_dropout(training and probability > 0):
+            return add(x_with_bias, residual, probability)
+
+    return forward
+
+
 def uses_transformer_engine(model: ModelConfig) -> bool:
     """Whether the blocks are Transformer Engine's: asked for, or wherever CUDA and the package are present."""
     possible = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -124,8 +146,15 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
     return possible and model.transformer_impl is not TransformerImpl.local
 
 
-def layer_spec(model: ModelConfig, document_mask: bool) -> ModuleSpec:
+def layer_spec(model: ModelConfig, document_mask: bool, sequence_parallel: bool) -> ModuleSpec:
     """Specification of one block. With `document_mask` attention takes an explicit mask, which our core attention reads."""
+    spec = _layer_spec(model, document_mask)
+    if sequence_parallel:
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = divided_bias_dropout_add
+    return spec
+
+
+def _layer_spec(model: ModelConfig, document_mask: bool) -> ModuleSpec:
     if uses_transformer_engine(model):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

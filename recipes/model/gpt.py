@@ -34,7 +34,7 @@ from recipes.logical import (
     stage_layers,
     vocabulary_pieces,
 )
-from recipes.model.blocks import build_norm, layer_spec, rotary_angles, transformer_config
+from recipes.model.blocks import build_norm, layer_spec, own_dropout, rotary_angles, transformer_config
 from recipes.model.loss import token_losses
 from recipes.model.recompute import NormOutputs, recompute_module, recomputed
 from recipes.moe.context import MoeContext
@@ -60,7 +60,10 @@ class Embedding(nn.Module):
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens_BS)
         x_SBH = x if self.sequence_parallel else x.transpose(0, 1).contiguous()
-        return F.dropout(x_SBH, self.dropout, self.training) if self.dropout else x_SBH
+        if not self.dropout:
+            return x_SBH
+        with own_dropout(self.sequence_parallel and self.training):
+            return F.dropout(x_SBH, self.dropout, self.training)
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
         return vocabulary_pieces(logical_tensors(config)["embedding.weight"], tuple(parameter.shape), place)
@@ -72,7 +75,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, mcore_config, layer: int, moe: MoeContext | None):
         super().__init__()
         self.layer = layer
-        spec = layer_spec(config.model, document_mask=config.data.reset_attention_mask)
+        spec = layer_spec(config.model, config.data.reset_attention_mask, mcore_config.sequence_parallel)
         if moe is not None and layer in moe.layers:
             spec.submodules.mlp = ModuleSpec(module=MoeLayer, params={"run": config, "context": moe, "layer": layer})
         self.inner = build_module(spec, config=mcore_config, layer_number=layer + 1)

@@ -84,9 +84,11 @@ def start_process(config: Config, ranks: Ranks) -> None:
     if len(hashes) > 1:
         raise ValueError("the ranks were given different settings; start all of them with the same overrides")
     groups = enter(layout_of(config, ranks.world_size))
-    # Dropout differs between data-parallel ranks, which hold different samples of one batch; inside the matrices that
-    # tensor-parallel ranks share, megatron-core's tracker makes it differ between those too.
-    seed = config.run.seed + 100_003 * groups.index(Role.dp)
+    # Dropout differs between data-parallel ranks, which hold different samples of one batch, and between pipeline stages, which
+    # hold different layers; where tensor-parallel ranks share matrices or positions, megatron-core's tracker makes it differ
+    # between those too.
+    place = groups.index(Role.dp) + groups.size(Role.dp) * groups.index(Role.pp)
+    seed = config.run.seed + 100_003 * place
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
