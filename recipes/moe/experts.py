@@ -9,13 +9,14 @@ only the input and what the first matrices make of it are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from recipes.moe.recycled import recycler
+from recipes.moe.rows import Rows, weigh_gradient
 
 # A product of few rows with a matrix that is not in the cache waits for one line of memory after the other; read as a stream
 # first, the matrix costs half. Larger matrices would not stay in the cache, and with more rows the product hides the waiting.
@@ -38,39 +39,58 @@ def _activate_into(h_RG: torch.Tensor, gated: bool, out_RF: torch.Tensor) -> tor
 
 
 def _activate_backward(
-    grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool, out_RF: torch.Tensor
+    grad_RF: torch.Tensor, h_RG: torch.Tensor, gated: bool, a_RF: torch.Tensor | None, scratch_RF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activations once more, in `out_RF`, and the gradient of `h_RG` from theirs, which it may overwrite."""
+    """The activations, made again in the scratch unless they were kept, and the gradient of `h_RG` from theirs, which it may
+    overwrite."""
     if not gated:
-        _activate_into(h_RG, gated, out_RF)
-        return out_RF, torch.ops.aten.gelu_backward.grad_input(grad_RF, h_RG, grad_input=grad_RF)
+        a_RF = _activate_into(h_RG, gated, scratch_RF) if a_RF is None else a_RF
+        return a_RF, torch.ops.aten.gelu_backward.grad_input(grad_RF, h_RG, grad_input=grad_RF)
     gate_RF, up_RF = h_RG.chunk(2, dim=-1)
-    silu_RF = torch.ops.aten.silu.out(gate_RF, out=out_RF)
+    silu_RF = torch.ops.aten.silu.out(gate_RF, out=scratch_RF)
     grad_RG = torch.empty_like(h_RG)
     grad_gate_RF, grad_up_RF = grad_RG.chunk(2, dim=-1)
     torch.mul(grad_RF, silu_RF, out=grad_up_RF)
-    torch.ops.aten.silu_backward.grad_input(grad_RF * up_RF, gate_RF, grad_input=grad_gate_RF)
-    return silu_RF.mul_(up_RF), grad_RG
+    torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up_RF), gate_RF, grad_input=grad_gate_RF)
+    return silu_RF.mul_(up_RF) if a_RF is None else a_RF, grad_RG
 
 
 class GroupedMLP(torch.autograd.Function):
-    """y_RH = act(x_RH w1[e]^T) w2[e]^T for the expert e of each row. An expert without rows gets a zero gradient."""
+    """out_NH = the sum over an input row's rows of gate (1 without gates) times act(x w1[e]^T) w2[e]^T, e the row's expert.
+
+    An expert without rows gets a zero gradient. Whether activations are kept for the backward pass or computed again:
+    `keep_activation`.
+    """
 
     @staticmethod
-    def forward(ctx, x_RH, w1_LGH: torch.Tensor, w2_LHF: torch.Tensor, sizes_L: list[int], gated: bool) -> torch.Tensor:
-        ctx.one_kernel = _has_kernel(x_RH, w1_LGH, w2_LHF)
+    def forward(
+        ctx,
+        x_NH: torch.Tensor,
+        gates_R: torch.Tensor | None,
+        w1_LGH: torch.Tensor,
+        w2_LHF: torch.Tensor,
+        rows: Rows,
+        sizes_L: list[int],
+        gated: bool,
+        keep_activation: bool = True,
+    ) -> torch.Tensor:
+        ctx.one_kernel = _has_kernel(x_NH, w1_LGH, w2_LHF)
         forward: Callable[..., tuple] = _forward_in_one_kernel if ctx.one_kernel else _forward_by_expert
-        h_RG, y_RH = forward(x_RH, w1_LGH, w2_LHF, sizes_L, gated)
-        ctx.save_for_backward(x_RH, h_RG, w1_LGH, w2_LHF)
-        ctx.sizes_L, ctx.gated = sizes_L, gated
-        return y_RH
+        h_RG, a_RF, y_RH = forward(rows.take(x_NH), w1_LGH, w2_LHF, sizes_L, gated, keep_activation)
+        ctx.save_for_backward(x_NH, gates_R, None if gates_R is None else y_RH, w1_LGH, w2_LHF, h_RG, a_RF)
+        ctx.rows, ctx.sizes_L, ctx.gated = rows, sizes_L, gated
+        return rows.put_back(y_RH, gates_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_RH: torch.Tensor):
+    def backward(ctx, grad_NH: torch.Tensor):
+        x_NH, gates_R, y_RH, *inside = ctx.saved_tensors
+        grad_y_RH, grad_gates_R = ctx.rows.take(grad_NH), None
+        if gates_R is not None:
+            grad_gates_R = weigh_gradient(grad_y_RH, y_RH, gates_R)
         backward: Callable[..., tuple] = _backward_in_one_kernel if ctx.one_kernel else _backward_by_expert
-        grads = backward(*ctx.saved_tensors, grad_RH.contiguous(), ctx.sizes_L, ctx.gated)
-        return *grads, None, None
+        grad_x_RH, *grads = backward(ctx.rows.take(x_NH), *inside, grad_y_RH, ctx.sizes_L, ctx.gated)
+        return ctx.rows.put_back(grad_x_RH, None), grad_gates_R, *grads, None, None, None, None
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
@@ -78,16 +98,17 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
     return all(t.is_cuda and t.dtype is torch.bfloat16 and t.shape[-1] % 8 == 0 for t in tensors)
 
 
-def _forward_in_one_kernel(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_in_one_kernel(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
     ends_L = _ends(sizes_L, x_RH.device)
     h_RG = torch._grouped_mm(x_RH, w1_LGH.transpose(1, 2), offs=ends_L)
-    return h_RG, torch._grouped_mm(activate(h_RG, gated), w2_LHF.transpose(1, 2), offs=ends_L)
+    a_RF = activate(h_RG, gated)
+    return h_RG, a_RF if keep_activation else None, torch._grouped_mm(a_RF, w2_LHF.transpose(1, 2), offs=ends_L)
 
 
-def _backward_in_one_kernel(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int], gated: bool):
+def _backward_in_one_kernel(x_RH, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
     ends_L = _ends(sizes_L, x_RH.device)
     grad_a_RF = torch._grouped_mm(grad_RH, w2_LHF, offs=ends_L)
-    a_RF, grad_h_RG = _activate_backward(grad_a_RF, h_RG, gated, torch.empty_like(grad_a_RF))
+    a_RF, grad_h_RG = _activate_backward(grad_a_RF, h_RG, gated, a_RF, torch.empty_like(grad_a_RF))
     grad_w1_LGH = torch._grouped_mm(grad_h_RG.t(), x_RH, offs=ends_L)
     grad_w2_LHF = torch._grouped_mm(grad_RH.t(), a_RF, offs=ends_L)
     for expert in (expert for expert, size in enumerate(sizes_L) if size == 0):
@@ -101,36 +122,43 @@ def _ends(sizes_L: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(sizes_L).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    h_RG = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH)
-    y_RH, scratch_RF = recycler.empty_like(x_RH), _scratch(x_RH, w2_LHF, sizes_L)
+def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
+    h_RG, y_RH = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH), recycler.empty_like(x_RH)
+    a_RF = recycler.empty((len(x_RH), w2_LHF.shape[2]), x_RH) if keep_activation else None
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
-    for x, h, y, w1, w2 in zip(*by_rows, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
+    each_a = _by_expert(a_RF, x_RH, w2_LHF, sizes_L)
+    for x, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
         _read_ahead(w1, x)
         torch.mm(x, w1.t(), out=h)
-        torch.mm(_activate_into(h, gated, scratch_RF[: len(x)]), w2.t(), out=y)
-    return h_RG, y_RH
+        torch.mm(_activate_into(h, gated, a), w2.t(), out=y)
+    return h_RG, a_RF, y_RH
 
 
-def _scratch(x_RH: torch.Tensor, w2_LHF: torch.Tensor, sizes_L: list[int]) -> torch.Tensor:
-    """Room for the activations of the busiest expert, that no expert has to ask for its own."""
-    return recycler.empty((max(sizes_L), w2_LHF.shape[2]), x_RH)
+def _by_expert(a_RF: torch.Tensor | None, x_RH, w2_LHF, sizes_L: list[int]) -> Sequence[torch.Tensor]:
+    """The activations of each expert; without any, room for them, the same for all."""
+    if a_RF is not None:
+        return a_RF.split(sizes_L)
+    scratch_RF = recycler.empty((max(sizes_L), w2_LHF.shape[2]), x_RH)
+    return [scratch_RF[:size] for size in sizes_L]
 
 
-def _backward_by_expert(x_RH, h_RG, w1_LGH, w2_LHF, grad_RH, sizes_L: list[int], gated: bool):
+def _backward_by_expert(x_RH, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
     grad_x_RH = recycler.empty_like(x_RH)
     grad_w1_LGH, grad_w2_LHF = recycler.empty_like(w1_LGH), recycler.empty_like(w2_LHF)
-    scratch_RF, grad_scratch_RF = (_scratch(x_RH, w2_LHF, sizes_L) for _ in range(2))
+    grads_a, scratch = (_by_expert(None, x_RH, w2_LHF, sizes_L) for _ in range(2))
+    each_a = [None] * len(sizes_L) if a_RF is None else a_RF.split(sizes_L)
     by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
-    for x, h, grad_y, grad_x, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
+    for x, h, grad_y, grad_x, kept_a, grad_a, room, w1, w2, grad_w1, grad_w2 in zip(
+        *by_rows, each_a, grads_a, scratch, *by_expert, strict=True
+    ):
         _read_ahead(w2, x)
-        grad_a = torch.mm(grad_y, w2, out=grad_scratch_RF[: len(x)])
-        a, grad_h = _activate_backward(grad_a, h, gated, scratch_RF[: len(x)])
+        torch.mm(grad_y, w2, out=grad_a)
+        a, grad_h = _activate_backward(grad_a, h, gated, kept_a, room)
+        _product(grad_y.t(), a, grad_w2)
         _read_ahead(w1, x)
         torch.mm(grad_h, w1, out=grad_x)
         _product(grad_h.t(), x, grad_w1)
-        _product(grad_y.t(), a, grad_w2)
     return grad_x_RH, grad_w1_LGH, grad_w2_LHF
 
 

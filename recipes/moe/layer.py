@@ -13,14 +13,15 @@ from megatron.core.tensor_parallel import mappings
 from torch import nn
 
 from recipes import collectives, partial
-from recipes.config import Activation, Config, MoeBackend
+from recipes.config import Activation, Config, MoeBackend, Recompute
 from recipes.logical import expert_width, learns_routes, num_moe_experts
 from recipes.moe.context import MoeContext
-from recipes.moe.dispatch import branch, gather_from_experts, make_plan, scatter_to_experts
+from recipes.moe.dispatch import Plan, branch, make_plan, through_experts
 from recipes.moe.expert_dropout import mlp_with_dropout
 from recipes.moe.experts import GroupedMLP, activate
 from recipes.moe.router import Routing, route, router_logits
 from recipes.moe.routing import Router
+from recipes.moe.rows import combine, gather
 
 
 class ExpertMLP(nn.Module):
@@ -118,6 +119,8 @@ class GroupedMoE(MoE):
         width = expert_width(run) // layout.expert_tensor_parallel_size
         self.group, self.gated = context.group, gated
         self.choose, self.dropout = Router(run, context, layer), moe.moe_expert_dropout
+        selective = run.model.recompute_granularity is Recompute.selective
+        self.keep_activation = not (selective and "moe_act" in run.model.recompute_modules)
         self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = context.groups.expert_key
@@ -141,17 +144,17 @@ class GroupedMoE(MoE):
     def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
         routed_TH, sent_TH = branch(x_TH)
         routing = self.choose(routed_TH, self.router, sequence_shape, self.training)
-        topk = routing.ids_TK.shape[1]
         plan = make_plan(routing.ids_TK, routing.used_TK, self.num_experts, self.group)
-        rows_RH = scatter_to_experts(sent_TH, plan, topk, self.group)
-        rows_RH = self._through_experts(rows_RH, plan.sizes_L)
-        return gather_from_experts(rows_RH, plan, routing.gates_TK, self.group), routing
+        return through_experts(sent_TH, routing.gates_TK, plan, self.group, self._experts), routing
 
-    def _through_experts(self, rows_RH: torch.Tensor, sizes_L: list[int]) -> torch.Tensor:
-        stacks = (self.w1_LGH, self.w2_LHF, sizes_L, self.gated)
+    def _experts(self, x_NH: torch.Tensor, gates_R: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if self.training and self.dropout:
-            return mlp_with_dropout(rows_RH, *stacks, self.dropout)
-        return GroupedMLP.apply(rows_RH, *stacks)
+            x_RH = gather(x_NH, plan.local)
+            y_RH = mlp_with_dropout(x_RH, self.w1_LGH, self.w2_LHF, plan.sizes_L, self.gated, self.dropout)
+            return combine(y_RH, gates_R, plan.local)
+        keep = self.keep_activation and torch.is_grad_enabled()
+        stacks = (self.w1_LGH, self.w2_LHF, plan.local, plan.sizes_L, self.gated, keep)
+        return GroupedMLP.apply(x_NH, gates_R, *stacks)
 
 
 class StockMoE(MoE):

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.moe.dispatch import gather_from_experts, make_plan, scatter_to_experts
+from recipes.moe.dispatch import make_plan, through_experts
+from recipes.moe.rows import combine, gather
 
 IDS = torch.tensor([[2, 0], [0, 3], [2, 3], [3, 0]])
 KEEP = torch.tensor([[True, True], [False, True], [True, True], [False, False]])
@@ -15,11 +16,11 @@ KEEP = torch.tensor([[True, True], [False, True], [True, True], [False, False]])
 def test_rows_arrive_by_expert_in_token_order():
     plan = make_plan(IDS, None, 4, None)
     assert plan.sizes_L == [3, 0, 2, 3]
-    rows = scatter_to_experts(torch.arange(4.0)[:, None], plan, 2, None)
-    assert rows[:, 0].tolist() == [0, 1, 3, 0, 2, 1, 2, 3]
+    rows_A1 = gather(torch.arange(4.0)[:, None], plan.rows)
+    assert rows_A1[:, 0].tolist() == [0, 1, 3, 0, 2, 1, 2, 3]
     plan = make_plan(IDS, KEEP, 4, None)
     assert plan.sizes_L == [1, 0, 2, 2]
-    assert scatter_to_experts(torch.arange(4.0)[:, None], plan, 2, None)[:, 0].tolist() == [0, 0, 2, 1, 2]
+    assert gather(torch.arange(4.0)[:, None], plan.rows)[:, 0].tolist() == [0, 0, 2, 1, 2]
 
 
 def test_gradients_by_finite_differences():
@@ -30,8 +31,11 @@ def test_gradients_by_finite_differences():
         plan = make_plan(IDS, keep, 4, None)
         scale = torch.arange(1.0, len(plan.order_A) + 1, dtype=torch.float64)[:, None]
 
-        def there_and_back(x_TH, gates_TK, plan=plan, scale=scale):
-            return gather_from_experts((scatter_to_experts(x_TH, plan, 2, None) * scale).sin(), plan, gates_TK, None)
+        def experts(x_NH, gates_R, plan, scale=scale):
+            return combine((gather(x_NH, plan.local) * scale).sin(), gates_R, plan.local)
+
+        def there_and_back(x_TH, gates_TK, plan=plan, experts=experts):
+            return through_experts(x_TH, gates_TK, plan, None, experts)
 
         assert torch.autograd.gradcheck(there_and_back, (x, gates))
 
@@ -46,8 +50,8 @@ def test_every_kept_assignment_passes_its_expert_once(data, tokens, experts, see
     x_TH, gates_TK = torch.randn(tokens, 2, generator=generator), torch.rand(tokens, topk, generator=generator)
     plan = make_plan(ids_TK, keep_TK, experts, None)
     assert sum(plan.sizes_L) == keep_TK.sum() and len(plan.sizes_L) == experts
-    rows = scatter_to_experts(x_TH, plan, topk, None)
     factors = torch.arange(1.0, experts + 1)  # expert e multiplies by e + 1
-    rows = rows * factors.repeat_interleave(torch.tensor(plan.sizes_L))[:, None]
+    factors_A = factors.repeat_interleave(torch.tensor(plan.sizes_L))
     expected = ((factors[ids_TK] * gates_TK * keep_TK)[..., None] * x_TH[:, None]).sum(1)
-    torch.testing.assert_close(gather_from_experts(rows, plan, gates_TK, None), expected)
+    multiply = lambda x_NH, gates_R, plan: combine(gather(x_NH, plan.rows) * factors_A[:, None], gates_R, plan.rows)  # noqa: E731
+    torch.testing.assert_close(through_experts(x_TH, gates_TK, plan, None, multiply), expected)

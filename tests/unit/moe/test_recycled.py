@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.moe.experts import GroupedMLP
 from recipes.moe.recycled import Recycler, recycler
+from tests.unit.moe.test_experts import grouped
 
 SIZE = 1 << 20  # fp32: 4 MB
 
@@ -104,7 +104,7 @@ def test_gradients_of_experts_that_are_still_held_stay_as_they_are():
     x = torch.randn(4, 512)
 
     def grads(layer, sizes):
-        return torch.autograd.grad(GroupedMLP.apply(x, *layer, sizes, False).sum(), layer)
+        return torch.autograd.grad(grouped(x, *layer, sizes, False).sum(), layer)
 
     held = [grads(layer, [1, 3]) for layer in layers]
     copies = [[grad.clone() for grad in pair] for pair in held]
@@ -117,13 +117,13 @@ def test_gradients_of_experts_that_are_still_held_stay_as_they_are():
 def test_a_second_backward_pass_adds_to_the_gradient_of_the_first():
     w1, w2 = (torch.nn.Parameter(torch.randn(2, 512, 512)) for _ in range(2))
     x = torch.randn(4, 512)
-    GroupedMLP.apply(x, w1, w2, [1, 3], False).sum().backward()
+    grouped(x, w1, w2, [1, 3], False).sum().backward()
     once = w1.grad.clone()
     memory = w1.grad.data_ptr()
-    GroupedMLP.apply(x, w1, w2, [1, 3], False).sum().backward()
+    grouped(x, w1, w2, [1, 3], False).sum().backward()
     torch.testing.assert_close(w1.grad, 2 * once)
     w1.grad = w2.grad = None
-    GroupedMLP.apply(x, w1, w2, [1, 3], False).sum().backward()
+    grouped(x, w1, w2, [1, 3], False).sum().backward()
     torch.testing.assert_close(w1.grad, once)
     kept = [tensor.data_ptr() for tensor, _ in recycler._kept.values()]
     assert memory in kept and w1.grad.data_ptr() in kept  # the gradient itself, not a copy of it
