@@ -52,7 +52,7 @@ class Recompute(enum.Enum):
     full = "full"
 
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")  # what `selective` can name
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")  # what `selective` can name
 
 
 class TransformerImpl(enum.Enum):
@@ -233,7 +233,7 @@ class ModelConfig:
     recompute_granularity: Recompute | None = None  # null: everything is kept
     recompute_modules: list[str] = field(
         default_factory=lambda: ["core_attn"]
-    )  # of selective: core_attn, layernorm, mlp, moe
+    )  # of selective: core_attn, layernorm, mlp, moe, moe_act (the activation inside the experts alone)
 
 
 @dataclass

@@ -85,18 +85,16 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RH: torch.Tensor, gates_R: torch.Tensor | None, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
-        if gates_R is not None:
-            ctx.save_for_backward(y_RH, gates_R)
+        ctx.save_for_backward(*(() if gates_R is None else (y_RH, gates_R)))
         return rows.put_back(y_RH, gates_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_NH: torch.Tensor):
         grad_RH = ctx.rows.take(grad_NH)
-        if not ctx.saved_tensors:
+        if not (saved := ctx.saved_tensors):
             return grad_RH, None, None
-        y_RH, gates_R = ctx.saved_tensors
-        return grad_RH, weigh_gradient(grad_RH, y_RH, gates_R), None
+        return grad_RH, weigh_gradient(grad_RH, *saved), None
 
 
 def weigh_gradient(grad_RH: torch.Tensor, y_RH: torch.Tensor, gates_R: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,8 @@ class _MicroBatch:
         again = {module: sum(count for name, count in lines if name == module) for module in self.recomputed}
         if "core_attn" in again and not self.explicit:
             again["core_attn"] += self._context()  # its output is saved a second time
-        again.pop("layernorm", 0)  # of which one at a time goes as soon as it is there
+        for module in ("layernorm", "moe_act"):  # of which one norm or expert at a time goes as soon as it is there
+            again.pop(module, 0)
         return kept, max(again.values(), default=0)
 
     def _lines(self, layer: int) -> Iterator[tuple[str, int]]:
@@ -173,7 +174,9 @@ class _MicroBatch:
         split = layout.tensor_parallel_size > parts  # a rank routes its share of the tokens, else all of them
         tokens = self.tokens // layout.tensor_parallel_size if split else self.tokens
         choices = tokens * moe.moe_router_topk
-        saves_input, gathered = shared or self.item == FP32, layout.sequence_parallel and not split
+        ours, alone = moe.backend is MoeBackend.grouped, layout.expert_parallel_size == 1
+        direct = ours and alone and not moe.moe_expert_dropout  # experts take their rows from the input itself
+        saves_input, gathered = shared or direct or self.item == FP32, layout.sequence_parallel and not split
         if gathered and saves_input:
             yield "moe", tokens * hidden * self.item  # the input, of all tensor-parallel ranks
         if "moe" in self.recomputed:
@@ -187,15 +190,18 @@ class _MicroBatch:
         yield "moe", choices * (INT64 + FP32)  # experts chosen, gates
         factor = 1.0 if moe.moe_expert_capacity_factor is None else min(1.0, moe.moe_expert_capacity_factor)
         rows = int(choices * factor)  # that are sent, and that arrive when all experts have equally many
-        yield HELD, rows * 2 * INT64  # their order by expert, and back
+        yield HELD, rows * 2 * INT64  # the tokens of these, and where those of each token are
+        if ours:
+            yield "moe", rows * FP32  # gates by expert
         if moe.moe_router_topk > 1:
             yield HELD, tokens * INT64  # where those of each token begin
-        if layout.expert_parallel_size > 1:
+            yield "moe", rows * INT64 if ours else 0  # which of all choices they are
+        if not alone:
             yield HELD, rows * 2 * INT64  # where they arrive: their order by expert, and back
         inside = 4 if gated else 2  # gate and up, silu(gate), their product; or before and after gelu
-        ours = moe.backend is MoeBackend.grouped  # computes the activation again
-        width = expert_width(config) // parts * (inside // 2 if ours else inside)
-        yield "moe", rows * (hidden + width) * self.item  # input of the experts, and inside
+        width = expert_width(config) // parts
+        yield "moe", rows * ((0 if direct else hidden) + (inside - 1 if not ours else inside // 2) * width) * self.item
+        yield "moe_act" if "moe_act" in self.recomputed else "moe", rows * width * self.item
         yield "moe", rows * hidden * self.item  # their outputs, for the gates
         if shared:
             yield "moe", tokens * shared // parts * inside * self.item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recipes import schema
-from recipes.config import RECOMPUTE_MODULES, Config, ModelConfig, Recompute
+from recipes.config import RECOMPUTE_MODULES, Config, ModelConfig, MoeBackend, Recompute
 from recipes.logical import moe_layers
 from recipes.validation.limits import Problems
 
@@ -39,7 +39,22 @@ def check_recompute(config: Config, world_size: int) -> Problems:
         yield f"{shown}: nothing to compute again with {granularity}; {way_out}"
     else:
         with_experts = len(moe_layers(config))
-        if "moe" in modules and not with_experts:
-            yield f"{shown}: moe has no effect in a dense model (moe.num_moe_experts=null); leave it out, or add experts"
+        if not with_experts and (named := [name for name in modules if name in ("moe", "moe_act")]):
+            no_effect = f"{named[0]} has no effect in a dense model (moe.num_moe_experts=null)"
+            yield f"{shown}: {no_effect}; leave it out, or add experts"
+        elif "moe_act" in modules and (reason := _no_activation_alone(config)):
+            yield f"{shown}: moe_act has no effect {reason}; leave it out"
         if "mlp" in modules and with_experts == model.num_layers:
             yield f"{shown}: mlp has no effect where every layer has experts; leave it out, or use moe.moe_layer_freq=2"
+
+
+def _no_activation_alone(config: Config) -> str:
+    """Why the experts' activation cannot be computed again by itself; empty if it can."""
+    moe = config.moe
+    if "moe" in config.model.recompute_modules:
+        return "beside moe, which computes all of the experts again"
+    if moe.backend is not MoeBackend.grouped:
+        return f"with moe.backend={moe.backend.value}, whose experts are DeepSpeed's own"
+    if moe.moe_expert_dropout:
+        return f"with moe.moe_expert_dropout={moe.moe_expert_dropout}, between whose matrices autograd keeps all"
+    return ""

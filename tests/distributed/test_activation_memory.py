@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.config import Activation, Config, Normalization, Precision, Recompute
+from recipes.moe import recycled
+from recipes.moe.recycled import recycler
 from recipes.plan.activations import stage_activations
 from recipes.plan.size import plan
 from recipes.topology import Role, layout_of
@@ -50,9 +52,10 @@ class Storages(TorchDispatchMode):
                 self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def measure(self) -> None:
-        """Update the peak by what is alive now, buffers for communication apart."""
-        buffers = {buffer.untyped_storage()._cdata for buffer in get_global_memory_buffer().buffer.values()}
-        alive = {key: entry for key, entry in self.found.items() if not entry[0].expired() and key not in buffers}
+        """Update the peak by what is alive now, buffers for communication and recycled memory without a user apart."""
+        apart = {buffer.untyped_storage()._cdata for buffer in get_global_memory_buffer().buffer.values()}
+        apart |= {kept._cdata for _, kept in recycler._kept.values() if recycled._holders(kept) == recycled._OWN}
+        alive = {key: entry for key, entry in self.found.items() if not entry[0].expired() and key not in apart}
         self.found, self.peak = alive, max(self.peak, sum(count for _, count in alive.values()))
 
 
@@ -161,6 +164,7 @@ WIDE = {"model__hidden_size": 256, "model__num_attention_heads": 8, "model__ffn_
 def test_one_process(run_ranks, make, precision):
     configs = [shaped(make, recompute, train__precision=precision) for recompute in CHOICES]
     if make is tiny_moe_config:
+        configs.insert(-1, shaped(make, ("moe_act",), train__precision=precision))
         configs.append(shaped(make, ("moe",), moe__moe_shared_expert_intermediate_size=96, train__precision=precision))
     configs.append(shaped(make, train__precision=precision, **WIDE))
     (results,) = compare(run_ranks, 1, configs)

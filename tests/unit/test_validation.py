@@ -199,6 +199,14 @@ CASES += [
     ),
     (SELECTIVE | {"model.recompute_modules": ["core_attn", "moe"]}, 1, ["[core_attn,moe]: moe has no effect", "dense"]),
     (MOE_LAYERS | {"model.recompute_modules": ["mlp"]}, 1, ["mlp has no effect where every layer has experts"]),
+    (SELECTIVE | {"model.recompute_modules": ["moe_act"]}, 1, ["[moe_act]: moe_act has no effect in a dense model"]),
+    (MOE_LAYERS | {"model.recompute_modules": ["moe", "moe_act"]}, 1, ["moe_act has no effect beside moe"]),
+    (
+        MOE_LAYERS | {"model.recompute_modules": ["moe_act"], "moe.moe_expert_dropout": 0.1},
+        1,
+        ["moe_act has no effect with moe.moe_expert_dropout=0.1"],
+    ),
+    (DEEPSPEED | SELECTIVE | {"model.recompute_modules": ["moe_act"]}, 1, ["moe_act has no effect with moe.backend="]),
 ]
 
 
@@ -240,6 +248,7 @@ def test_each_problem_is_one_message_with_numbers_and_a_way_out(changes, world_s
         SELECTIVE,
         SELECTIVE | {"model.recompute_modules": ["layernorm", "mlp"]},
         MOE_LAYERS | {"model.recompute_modules": ["moe"]},
+        MOE_LAYERS | {"model.recompute_modules": ["core_attn", "moe_act"]},
         MOE_LAYERS | {"model.recompute_modules": ["mlp", "moe"], "moe.moe_layer_freq": 2},
         {"model.recompute_granularity": Recompute.full},
         DEEPSPEED,

@@ -82,9 +82,9 @@ class Case:
 
 
 def _parts(config: Config) -> list[str]:
-    """All that can be computed again by itself."""
+    """All that can be computed again, moe_act apart, which is a part of moe."""
     experts = len(moe_layers(config))
-    absent = {"mlp" if experts else "moe"} if experts in (0, config.model.num_layers) else set()
+    absent = {"moe_act", *({"mlp" if experts else "moe"} if experts in (0, config.model.num_layers) else ())}
     return [name for name in RECOMPUTE_MODULES if name not in absent]
 
 

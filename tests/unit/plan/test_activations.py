@@ -37,10 +37,11 @@ def test_a_dense_model_by_hand():
 
 
 def test_experts_by_hand():
-    """Instead of a dense part: input, logits, probabilities, denominator, ids and gates, rows, hidden, outputs; and orders."""
+    """Instead of a dense part: input, logits, probabilities, denominator, ids and gates, gates and places by expert, hidden,
+    activation, outputs; and orders."""
     dense = 4 * (HIDDEN + 5 * 32 * 48)
     rows = 32 * 2
-    experts = 4 * HIDDEN + 32 * 4 * (2 * 4 + 1) + rows * (8 + 4) + 4 * rows * (32 + 2 * 24 + 32)
+    experts = 4 * HIDDEN + 32 * 4 * (2 * 4 + 1) + rows * (8 + 4 + 4 + 8) + 4 * rows * (3 * 24 + 32)
     orders = rows * 2 * 8 + 32 * 8
     assert _of(_micro(tiny_moe_config)).kept - _of(_micro()).kept == experts + orders - dense
     whole = {"model__recompute_granularity": Recompute.full}
@@ -48,6 +49,8 @@ def test_experts_by_hand():
     config = _micro(tiny_moe_config, model__recompute_granularity=Recompute.selective, model__recompute_modules=["moe"])
     assert _of(config).again == experts - 4 * HIDDEN
     assert _of(_micro(tiny_moe_config)).kept - _of(config).kept == experts - 4 * HIDDEN
+    config.model.recompute_modules = ["moe_act"]
+    assert _of(_micro(tiny_moe_config)).kept - _of(config).kept == 4 * rows * 24
 
 
 def test_selective_recomputation_leaves_out_what_it_names():
@@ -98,5 +101,5 @@ def test_more_sharing_keeps_less(make):
 def test_a_capacity_bounds_the_rows_of_experts():
     free = _micro(tiny_moe_config)
     bounded = _micro(tiny_moe_config, moe__moe_expert_capacity_factor=0.5)
-    assert _of(free).kept - _of(bounded).kept == 4 * 32 * (32 + 2 * 24 + 32) + 32 * 2 * 8
+    assert _of(free).kept - _of(bounded).kept == 4 * 32 * (3 * 24 + 32) + 32 * (2 * 8 + 4 + 8)
     assert _of(free) == _of(_micro(tiny_moe_config, moe__moe_expert_capacity_factor=1.5))
