@@ -1,7 +1,8 @@
-"""The model against Hugging Face's Llama and Qwen3, its masks, its vocabulary, its initial weights."""
+"""The model against Hugging Face's Llama, Qwen and StableLM, its masks, its vocabulary, its initial weights."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -55,35 +56,60 @@ def tokens(config: Config, batch: int = 2) -> torch.Tensor:
     return torch.randint(0, config.model.vocab_size, (batch, config.model.seq_length + 1), generator=generator)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen3", False)])
-@forked
-def test_logits_and_gradients_are_those_of_hugging_face(family, tied, kv_heads):
+FAMILIES = [*itertools.product(("llama", "llama tied", "qwen3"), (4, 2, 1)), ("qwen2", 2), ("stablelm", 2)]
+
+
+def config_of(family: str, kv_heads: int) -> Config:
+    """A tiny model of a family: Qwen2 has biases of q, k and v, StableLM also LayerNorm and turns half of each head."""
+    config = tiny_config(model__num_query_groups=kv_heads, model__rotary_base=5000.0)
+    model = config.model
+    model.share_embeddings_and_output_weights = family == "llama tied"
+    model.qk_layernorm, model.kv_channels = family == "qwen3", 12 if family == "qwen3" else None
+    model.add_qkv_bias = family in ("qwen2", "stablelm")
+    if family == "stablelm":
+        model.normalization, model.rotary_percent = Normalization.LayerNorm, 0.5
+    return config
+
+
+def peer_of(family: str, config: Config):
+    """Hugging Face's model of the same description."""
     import transformers
 
-    config = tiny_config(model__num_query_groups=kv_heads, model__share_embeddings_and_output_weights=tied)
-    config.model.qk_layernorm = family == "qwen3"
-    config.model.kv_channels = 12 if family == "qwen3" else None
-    config.model.rotary_base = 5000.0
-    model, entries = build(config)
+    model = config.model
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_percent}
     shape = {
         "vocab_size": 60,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 12 if family == "qwen3" else 8,
+        "num_key_value_heads": model.num_query_groups,
         "max_position_embeddings": 16,
-        "rms_norm_eps": config.model.layernorm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-        "tie_word_embeddings": tied,
+        "layer_norm_eps" if family == "stablelm" else "rms_norm_eps": model.layernorm_epsilon,
+        "rope_parameters": rope,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
         "attn_implementation": "sdpa",
     }
     if family == "qwen3":
-        peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-    else:
-        peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=12))
+    if family == "qwen2":
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    if family == "stablelm":
+        return transformers.StableLmForCausalLM(transformers.StableLmConfig(**shape, use_qkv_bias=True))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=8))
+
+
+@pytest.mark.parametrize(("family", "kv_heads"), FAMILIES)
+@forked
+def test_logits_and_gradients_are_those_of_hugging_face(family, kv_heads):
+    config = config_of(family, kv_heads)
+    model, entries = build(config)
+    draw = torch.Generator().manual_seed(1)
+    for entry in entries:
+        for piece in entry.pieces:
+            if piece.name.endswith(".bias"):  # they start as zeros
+                piece.write(entry.parameter.data, torch.randn(piece.shape, generator=draw))
+    peer = peer_of(family, config)
     weights = {hf_name(name): value.clone() for name, value in logical_weights(entries).items()}
     missing, unexpected = peer.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
