@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from recipes import collectives
-from recipes.moe.recycled import recycler
 from recipes.moe.rows import Rows, by_order, combine, gather, inverse
+from recipes.recycled import recycler
 
 
 @dataclass(frozen=True)

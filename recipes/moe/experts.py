@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from recipes.moe.recycled import recycler
 from recipes.moe.rows import Rows, weigh_gradient
+from recipes.recycled import recycler
 
 # A product of few rows with a matrix that is not in the cache waits for one line of memory after the other; read as a stream
 # first, the matrix costs half. Larger matrices would not stay in the cache, and with more rows the product hides the waiting.

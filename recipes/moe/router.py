@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from recipes.config import MoeConfig, ScoreFunction, SecondExpert
-from recipes.moe.recycled import recycler
+from recipes.recycled import recycler
 
 
 @dataclass(frozen=True)

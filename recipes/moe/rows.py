@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from recipes.moe.recycled import recycler
+from recipes.recycled import recycler
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ class _MicroBatch:
         assert model.vocab_size is not None
         vocab = min(model.vocab_size, padded_vocab_size(model, tensor) // tensor)
         kept += self._norm(self.rows, model.hidden_size) + self.hidden  # its output: the head's input
-        return kept + self.tokens * (vocab * FP32 + INT64 + mine)  # T V (log-)probabilities, labels
+        return kept + self.tokens * (
+            vocab * FP32 + FP32 + INT64 + BOOL
+        )  # T V exponentials, factors, labels, which are here
 
     def block(self, layer: int) -> tuple[int, int]:
         """Bytes that a block keeps, and those that are there meanwhile when the most of it at a time is computed again."""

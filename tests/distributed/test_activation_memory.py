@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes import recycled
 from recipes.config import Activation, Config, Normalization, Precision, Recompute
-from recipes.moe import recycled
-from recipes.moe.recycled import recycler
 from recipes.plan.activations import stage_activations
 from recipes.plan.size import plan
+from recipes.recycled import recycler
 from recipes.topology import Role, layout_of
 from tests.tiny import change, tiny_config, tiny_moe_config
 

@@ -179,19 +179,25 @@ def test_positions_without_a_mask_change_the_attention_across_documents():
     assert (model.logits(ids, reset)[8:] - model.logits(ids)[8:]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("piece", [1, 25, 1 << 19])
 @forked
-def test_loss_is_cross_entropy_in_fp32_with_its_gradient():
-    from recipes.model.loss import token_losses
+def test_loss_is_cross_entropy_in_fp32_with_its_gradient(piece):
+    """Row by row, two rows at a time, all at once; also where a plain exponential would overflow or vanish."""
+    from recipes.model import loss
 
-    logits = torch.randn(5, 3, 11, requires_grad=True)
-    labels = torch.randint(0, 11, (3, 5))
-    weight = torch.rand(3, 5)
-    (token_losses(logits, labels) * weight).sum().backward()
-    double = logits.detach().double().requires_grad_()
-    expected = -torch.log_softmax(double, -1).gather(2, labels.t()[..., None]).squeeze(-1).t()
-    (expected * weight.double()).sum().backward()
-    torch.testing.assert_close(logits.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
-    assert token_losses(logits.detach().bfloat16(), labels).dtype == torch.float32
+    loss._PIECE = piece
+    for size in (1.0, 1e4):
+        logits = (size * torch.randn(5, 3, 11)).requires_grad_()
+        labels = torch.randint(0, 11, (3, 5))
+        weight = torch.rand(3, 5)
+        found = loss.token_losses(logits, labels)
+        (found * weight).sum().backward()
+        double = logits.detach().double().requires_grad_()
+        expected = -torch.log_softmax(double, -1).gather(2, labels.t()[..., None]).squeeze(-1).t()
+        (expected * weight.double()).sum().backward()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
+    assert loss.token_losses(logits.detach().bfloat16(), labels).dtype == torch.float32
 
 
 @pytest.mark.parametrize("shape", ["swiglu", "gelu"])

@@ -29,11 +29,11 @@ def test_a_dense_model_by_hand():
     attention = 32 * (4 + 2 + 2) * 8 + 32 * (4 + 2) * 8 + 32 * 4 * 8  # q, k, v; q and k rotated; what comes out
     attention += 32 * 4 + 4 * 16 * 8  # logarithms of denominators; angles' cosines and sines of q and of k
     block = norm + HIDDEN + attention + norm + HIDDEN + 5 * 32 * 48
-    head = norm + HIDDEN + 32 * 60  # the true vocabulary
-    ids = 32 * 8
-    assert _of(_micro()) == Activations(4 * (2 * block + head) + ids + ids, 0, 1)
+    head = norm + HIDDEN + 32 * (60 + 1)  # the true vocabulary, and the sum of each row
+    ids = 2 * 32 * 8 + 32  # as inputs and as labels, and which of these are in the vocabulary
+    assert _of(_micro()) == Activations(4 * (2 * block + head) + ids, 0, 1)
     full = _of(_micro(model__recompute_granularity=Recompute.full))
-    assert full == Activations(4 * (2 * HIDDEN + head + 16 * 8) + 2 * ids, 4 * (block - HIDDEN), 1)
+    assert full == Activations(4 * (2 * HIDDEN + head + 16 * 8) + ids, 4 * (block - HIDDEN), 1)
 
 
 def test_experts_by_hand():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.moe.recycled import Recycler, recycler
+from recipes.recycled import Recycler, recycler
 from tests.unit.moe.test_experts import grouped
 
 SIZE = 1 << 20  # fp32: 4 MB
