@@ -62,7 +62,7 @@ def case(make, world_size: int, changes: dict, backend: MoeBackend) -> dict:
 
 
 def check_update(config: Config, results: list, number: int) -> None:
-    """The norm is that of all gradients, each once; the update is -lr x gradient, clipped by this norm. (Weights near 1 round small updates.)"""
+    """The norm is that of all gradients, each once; the update is -lr x gradient, clipped by this norm."""
     grads, weights = (merged(results, number, key) for key in ("grads", "weights"))
     norm = torch.cat([grad.double().flatten() for grad in grads.values()]).norm().item()
     assert norm > 1.5 * CLIP
@@ -70,7 +70,7 @@ def check_update(config: Config, results: list, number: int) -> None:
     rate, seed = config.optimizer.lr * CLIP / norm, config.run.seed
     start = {name: initial_value(t, seed).bfloat16().float() for name, t in logical_tensors(config).items()}
     applied = {name: (start[name] - weights[name]) / rate for name in weights}
-    error, name = worst(applied, grads)
+    error, name = worst(applied, grads)  # weights near 1 round small updates
     assert error <= 1e-2, f"the update of {name} is off by {error:.1e}"
 
 
