@@ -409,6 +409,8 @@ class BtmConfig:
     mix_seed_expert: bool = False  # the seed's feed-forward weights are one more expert
     mix_aux_loss_coeff: float = 1e-2  # weight of its load-balancing loss
     mix_router_lr_scale: float = 1.0  # learning rate of its routers, as a multiple of all others'
+    mix_expert_lr_scale: float | None = 1.0  # that of its experts; null: sqrt(topk / experts)
+    mix_layer_freq: int = 1  # experts in the last of every so many layers; all else is averaged
 
 
 @dataclass

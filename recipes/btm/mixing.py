@@ -10,7 +10,7 @@ from recipes.plan.size import flops_per_token
 
 
 def mix_moe(btm: BtmConfig, experts: int) -> MoeConfig:
-    """The group `moe` of the mix: an expert per branch in every layer, gates from a softmax over the chosen (sec. 2.2)."""
+    """The group `moe` of the mix: an expert per branch, gates from a softmax over the chosen (sec. 2.2)."""
     top_k = min(btm.mix_topk, experts)
     return MoeConfig(
         num_moe_experts=experts,
@@ -18,6 +18,9 @@ def mix_moe(btm: BtmConfig, experts: int) -> MoeConfig:
         moe_router_pre_softmax=top_k == 1,  # over one chosen expert the softmax would be 1
         moe_aux_loss_coeff=btm.mix_aux_loss_coeff,
         moe_router_lr_scale=btm.mix_router_lr_scale,
+        moe_expert_lr_scale=btm.mix_expert_lr_scale,
+        moe_layer_freq=btm.mix_layer_freq,
+        moe_layer_offset=btm.mix_layer_freq - 1,
     )
 
 

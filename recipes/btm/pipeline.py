@@ -44,6 +44,7 @@ from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.rotate import find_checkpoint
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.logical import moe_layers
 from recipes.telemetry.summary import replace_text, write_json
 from recipes.validation import prepare
 
@@ -269,6 +270,7 @@ class Pipeline:
         start_inputs = {
             "experts": {name: self.digests[self.made[name].path] for name in experts},
             "seed": self.config.run.seed,
+            "layers": moe_layers(described),
         }
 
         def make(folder: Path) -> None:

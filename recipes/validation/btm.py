@@ -42,3 +42,6 @@ def _mix(config: Config) -> Problems:
         yield f"btm.mix_share={btm.mix_share}: the branches must be dense to become experts; use moe=dense"
     if config.model.add_bias_linear:
         yield f"btm.mix_share={btm.mix_share}: experts have no biases; use model.add_bias_linear=false, or mix_share=0"
+    if btm.mix_layer_freq > config.model.num_layers:
+        layers = f"model.num_layers={config.model.num_layers}"
+        yield f"btm.mix_layer_freq={btm.mix_layer_freq} leaves no layer of {layers} for experts; try 1 or 2"

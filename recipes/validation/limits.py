@@ -86,6 +86,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "btm.mix_topk": (1, 4096),
     "btm.mix_aux_loss_coeff": (0, None),
     "btm.mix_router_lr_scale": (0, None),
+    "btm.mix_expert_lr_scale": (0, None),
+    "btm.mix_layer_freq": (1, 10**5),
 }
 # Half-open ranges (low, high): value > low and, in the second table, low <= value < high.
 ABOVE_ZERO = (

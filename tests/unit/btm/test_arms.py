@@ -10,6 +10,7 @@ from recipes.btm.arms import amounts, arguments, complete, held_out_problems, ma
 from recipes.btm.mixing import as_mix, mix_cost, mix_moe
 from recipes.config import Config, SplitBy
 from recipes.data.dataset import load_dataset
+from recipes.logical import moe_layers
 from recipes.plan.size import flops_per_token
 from recipes.pretrain import compose
 from recipes.validation import prepare, problems
@@ -121,6 +122,13 @@ def test_adding_a_domain_leaves_the_others_as_they_are(data, tmp_path):
         name: arm.settings for name, arm in after.items() if name != "ja"
     }
     assert after["ja"].start == "starts/ja" and after["ja"].settings["train.global_batch_size"] == 12
+
+
+def test_the_mix_has_experts_where_and_with_the_rates_that_are_asked_for(data):
+    config = prepare(described(data, btm__mix_layer_freq=2, btm__mix_expert_lr_scale=None), 1, launch_dir=Path.cwd())
+    mixed = as_mix(config, 3)
+    assert moe_layers(mixed) == [1, 3] and mixed.moe.moe_expert_lr_scale is None
+    assert moe_layers(as_mix(prepare(described(data), 1, launch_dir=Path.cwd()), 3)) == [0, 1, 2, 3]
 
 
 def test_experts_of_the_mix_are_the_branches(data):

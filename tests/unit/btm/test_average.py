@@ -114,6 +114,16 @@ def test_experts_of_a_mix_are_the_branches_feed_forward_parts(members):
     assert torch.equal(mix.read("model", router, (1, 2), (2, 5)), mix.read("model", router)[1:3, 2:7])
 
 
+def test_feed_forward_parts_of_layers_without_experts_are_averaged(members):
+    config = tiny_config()
+    config.btm.mix_layer_freq = 2
+    mix = Mix(members, ["a", "b", "c"], as_mix(config, 3))
+    assert {name for name in mix.tensors("model") if ".moe." in name and not name.startswith("layers.1.")} == set()
+    average = Average(members, uniform(members))
+    for kind, name in (("model", "layers.0.ffn.up.weight"), ("optimizer", "exp_avg_sq/layers.0.ffn.up.weight")):
+        assert torch.equal(mix.read(kind, name), average.read(kind, name))
+
+
 def test_ridge_finds_the_least_squares_and_shrinks_what_is_not_determined():
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(500, 6, generator=generator), torch.randn(3, 6, generator=generator)

@@ -35,5 +35,10 @@ def test_only_dense_models_without_biases_can_be_mixed():
     assert ["moe=dense" in problem or "biases" in problem for problem in check_btm(config, 1)] == [True, True]
 
 
+def test_a_mix_without_a_layer_of_experts_is_refused():
+    config = Config(btm=BtmConfig(mix_share=0.25, mix_layer_freq=5))
+    assert ["leaves no layer of model.num_layers=4" in problem for problem in check_btm(config, 1)] == [True]
+
+
 def test_defaults_are_legal():
     assert not list(check_btm(Config(), 1))
