@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from recipes.config import Config
+from recipes.config import Config, Precision
 
 
 class Role(enum.Enum):
@@ -164,3 +164,12 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sequence_parallel=parallel.sequence_parallel,
         zero_stage=config.zero.stage,
     )
+
+
+def used_zero_stage(config: Config, layout: Layout) -> int:
+    """`zero.stage`, or 0 where stages 1 and 2 have nothing to divide and would only copy weights and gradients."""
+    alone = layout.data_parallel_size == 1 and (
+        config.moe.num_moe_experts is None or layout.expert_data_parallel_size == 1
+    )
+    plain = config.train.precision is Precision.fp32 and not config.zero.offload_optimizer
+    return 0 if alone and plain and config.zero.stage < 3 else config.zero.stage

@@ -51,7 +51,7 @@ class Engine:
         self._copies = {entry.name: len(self.replica_groups(entry)[0]) for entry in parameters}
         self.data_parallel_size = self.layout.data_parallel_size
         self.optimizer = make_optimizer(config, parameters, self.layout)
-        settings = deepspeed_settings(config, self.data_parallel_size)
+        settings = deepspeed_settings(config, self.layout)
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.inner = self._initialize(settings)
         self.wrapper = self.inner.optimizer

@@ -10,12 +10,12 @@ from deepspeed.moe.utils import is_moe_param
 
 from recipes.config import Config, MoeConfig, OptimizerName, Precision
 from recipes.logical import LocalParameter
-from recipes.topology import Layout
+from recipes.topology import Layout, used_zero_stage
 
 
-def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any]:
+def deepspeed_settings(config: Config, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's configuration; `deepspeed.extra` is merged in last (validation has refused the keys that we own)."""
-    bf16, stage = config.train.precision is Precision.bf16, config.zero.stage
+    bf16, stage = config.train.precision is Precision.bf16, used_zero_stage(config, layout)
     own_optimizer = bf16 and stage == 1 and not config.zero.offload_optimizer  # BF16_Optimizer
     zero: dict[str, Any] = {
         "stage": stage,
@@ -27,7 +27,7 @@ def deepspeed_settings(config: Config, data_parallel_size: int) -> dict[str, Any
     }
     if config.zero.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size)
+    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * layout.data_parallel_size)
     settings: dict[str, Any] = {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,

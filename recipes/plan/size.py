@@ -19,7 +19,7 @@ from recipes.config import Config, OptimizerName, Precision
 from recipes.logical import expert_width, head_width, logical_tensors, moe_layers, stage_layers
 from recipes.plan.activations import stage_activations
 from recipes.plan.shapes import Held, held_weights, small_weights
-from recipes.topology import Cluster, Layout, Role, layout_of
+from recipes.topology import Cluster, Layout, Role, layout_of, used_zero_stage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,7 +114,7 @@ def _bytes_by_stage(config: Config, layout: Layout) -> list[RankBytes]:
 
 
 def _held_bytes(config: Config, layout: Layout, local: Held) -> RankBytes:
-    stage, bf16 = config.zero.stage, config.train.precision is Precision.bf16
+    stage, bf16 = used_zero_stage(config, layout), config.train.precision is Precision.bf16
     held = local.dense + local.experts
     part = math.ceil(local.dense / layout.data_parallel_size)
     part += math.ceil(local.experts / layout.expert_data_parallel_size)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.config import Config
-from recipes.topology import Cluster, Layout, Role, layout_of, model_parallel_size
+from recipes.config import Config, MoeConfig, Precision
+from recipes.topology import Cluster, Layout, Role, layout_of, model_parallel_size, used_zero_stage
 from tests.ranks import run_ranks
 
 DENSE, EXPERTS = (Role.pp, Role.dp, Role.tp), (Role.pp, Role.edp, Role.ep, Role.etp)
@@ -170,3 +170,19 @@ def test_the_layout_of_a_description():
 def test_groups_that_leave_a_node_of_four(layout, crossing):
     assert {role for role in Role if Cluster(2, 4).crosses_nodes(layout, role)} == crossing
     assert not any(Cluster(1, 8).crosses_nodes(layout, role) for role in Role)
+
+
+def test_zero_is_not_used_where_it_has_nothing_to_divide():
+    config = Config()
+    for stage, alone in ((0, 0), (1, 0), (2, 0), (3, 3)):
+        config.zero.stage = stage
+        assert used_zero_stage(config, Layout(1)) == used_zero_stage(config, Layout(2, 2)) == alone
+        assert used_zero_stage(config, Layout(2)) == stage
+        # Two tensor-parallel ranks that route different tokens have copies of whole experts, whose moments can be divided.
+        experts = Config(moe=MoeConfig(num_moe_experts=4), zero=config.zero)
+        assert used_zero_stage(experts, Layout(2, 2)) == stage
+        assert used_zero_stage(experts, Layout(2, 2, expert_parallel_size=2)) == alone
+    config.zero.stage, config.zero.offload_optimizer = 1, True
+    assert used_zero_stage(config, Layout(1)) == 1
+    config.zero.offload_optimizer, config.train.precision = False, Precision.bf16
+    assert used_zero_stage(config, Layout(1)) == 1

@@ -21,6 +21,7 @@ from recipes.config import (
     TransformerImpl,
 )
 from recipes.schema import entries
+from recipes.topology import Layout
 from recipes.validation import prepare, problems
 from recipes.validation.limits import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS
 from tests.cli.fake_data import write_dataset
@@ -270,7 +271,7 @@ def test_deepspeed_keys_that_are_decided_here_are_refused(key, launch_dir):
 
 
 def test_all_keys_that_the_engine_sets_are_owned():
-    settings = pytest.importorskip("recipes.engine.settings").deepspeed_settings(Config(), 1)
+    settings = pytest.importorskip("recipes.engine.settings").deepspeed_settings(Config(), Layout(1))
     leaves = {f"{k}.{n}" for k, v in settings.items() if isinstance(v, dict) for n in v}
     leaves |= {key for key, value in settings.items() if not isinstance(value, dict)}
     assert {leaf for leaf in leaves if not {leaf, leaf.partition(".")[0]} & OWNED_KEYS.keys()} == set()

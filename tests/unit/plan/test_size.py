@@ -189,7 +189,10 @@ def test_stages_by_hand(tied):
     block, table = BLOCK + 2 * 8, 16 * 8
     assert held_weights(config, Layout(2, 1, 2)) == [Held(block + table, 0), Held(block + 8 + table, 0)]
     heaviest = block + 8 + table
-    assert bytes_per_rank(config, 2) == RankBytes(4 * heaviest, 4 * heaviest, 12 * heaviest)
+    assert bytes_per_rank(config, 2) == RankBytes(4 * heaviest, 4 * heaviest, 8 * heaviest), (
+        "ZeRO has nothing to divide"
+    )
+    assert bytes_per_rank(config, 4) == RankBytes(4 * heaviest, 4 * heaviest, 12 * heaviest // 2)
     assert [stage["bytes"]["weights"] for stage in plan(config, 2)["stages"]] == [4 * (heaviest - 8), 4 * heaviest]
 
 
