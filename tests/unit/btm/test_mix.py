@@ -38,8 +38,9 @@ def loaded(source: Checkpoint | Mix, config: Config) -> GPT:
     return model
 
 
-def mixed(members: dict[str, Checkpoint], topk: int) -> GPT:
-    config = tiny_config(btm__mix_topk=topk, model__init_method_std=0.3)
+def mixed(members: dict[str, Checkpoint], topk: int, freq: int = 1) -> GPT:
+    """With experts in every `freq`-th layer."""
+    config = tiny_config(btm__mix_topk=topk, btm__mix_layer_freq=freq, model__init_method_std=0.3)
     mix = as_mix(config, len(members))
     return loaded(Mix(members, list(members), mix), mix)
 
@@ -47,16 +48,17 @@ def mixed(members: dict[str, Checkpoint], topk: int) -> GPT:
 IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("topk", [2, 3])
+@pytest.mark.parametrize(("topk", "freq"), [(2, 1), (3, 1), (2, 2)])
 @forked
 @torch.no_grad()
-def test_equal_branches_are_one_of_them_whatever_the_routers(topk, tmp_path):
+def test_equal_branches_are_one_of_them_whatever_the_routers(topk, freq, tmp_path):
     """Their gates add up to 1. Also with one choice of almost all the gate, and when all have the same."""
     config = tiny_config(model__init_method_std=0.3)
     branch = stored(tmp_path, config, seed=1)
     expected = loaded(branch, config).logits(IDS)
-    model = mixed(dict.fromkeys(BRANCHES, branch), topk)
-    routers = [block.inner.mlp.routed.router for block in model.blocks]
+    model = mixed(dict.fromkeys(BRANCHES, branch), topk, freq)
+    routers = [block.inner.mlp.routed.router for block in model.blocks if block.layer in model.moe.layers]
+    assert len(routers) == 2 // freq
     for scale in (0.0, 1.0, 30.0):
         for router in routers:
             router.copy_(scale * torch.randn(router.shape))
