@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -165,6 +166,9 @@ def test_biases_stay_fp32_when_the_model_is_cast():
     model.bfloat16()(*inputs)
     assert model.moe.bias_NE.dtype == torch.float32 and torch.equal(model.moe.bias_NE, before)
     assert not {"bias_NE"} & dict(model.named_buffers()).keys()  # nor would an optimizer or a cast find them
+    other, _ = routed_model(bias_config())
+    other.bfloat16().moe.load(json.loads(json.dumps(model.moe.state())))
+    assert other.moe.bias_NE.dtype == torch.float32 and torch.equal(other.moe.bias_NE, before)
 
 
 @forked
@@ -183,8 +187,6 @@ def test_the_weight_of_a_loss_follows_its_ramp():
 
 @forked
 def test_state_is_json_and_comes_back():
-    import json
-
     from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.topology import Layout
