@@ -141,14 +141,15 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 
 def arms(summary: Mapping[str, Any]) -> Figure:
-    """Each model's perplexity over dense: a dot per seed, a bar at the mean."""
+    """Each model's perplexity over dense: a dot per seed, a bar at the mean. Of an experiment with a mix that alone: its
+    branches are trained for as long as suits the mix."""
     from matplotlib.figure import Figure
 
     rows = [
         (f"{name} ({experiment.split('_')[0]})", row)
         for experiment, found in summary["experiments"].items()
         for name, row in found["models"].items()
-        if ":" not in name and name != "dense"
+        if ":" not in name and (name == "mix" if "mix" in found["models"] else name != "dense")
     ][::-1]
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()

@@ -43,6 +43,13 @@ def test_every_seed_is_compared_with_its_own_dense_run():
     assert found["experiments"]["btm_8domains"]["mean_by_domain"]["dense"] == {"a": 21.5, "b": 23.5}
 
 
+def test_the_picture_shows_no_branches_that_were_trained_for_a_mix():
+    found = btm.summarise({"btm_8domains": {1: results(1, 0.8, False)}, "btx_8domains": {1: results(1, 0.8, True)}})
+    (axes,) = btm.arms(found).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert [label for label in labels if "(btx)" in label] == ["mix (btx)"] and "ensemble domain (btm)" in labels
+
+
 def test_expectations_hold_for_the_mean_and_say_so_of_every_seed():
     found = btm.summarise({"btm_8domains": {1: results(1, 0.8, False), 2: results(2, 1.1, False)}})
     rows = {row["what"]: row for row in found["expected"]}
