@@ -22,7 +22,7 @@ HERE = "tests.distributed.test_pipeline_runs"
 PP2 = {"parallel__pipeline_model_parallel_size": 2}
 
 
-def tied_copies(rank: int, world_size: int, configs: list[Config]) -> list[list[torch.Tensor]]:
+def tied_copies(rank: int, world_size: int, config: Config) -> list[torch.Tensor]:
     """This stage's copy of the embedding before and after each of five AdamW steps."""
     from recipes.engine import make_engine
     from recipes.launcher import rank_environment
@@ -31,48 +31,45 @@ def tied_copies(rank: int, world_size: int, configs: list[Config]) -> list[list[
     from recipes.train.job import start_process
     from tests.distributed.workers import data_place, step_indices, tiny_tokens
 
-    start_process(configs[0], rank_environment(os.environ))
-    results = []
-    for config in configs:
-        layout = layout_of(config, world_size)
-        model = GPT(config, layout)
-        engine = make_engine(model, registry(model, config), config)
-        weight = model.embedding.table.weight if model.first else model.head.inner.weight
-        found = [weight.detach().clone()]
-        for step in range(5):
-            tokens = tiny_tokens(config, step)
-            rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
-            batches = [{"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()} for row in rows]
-            engine.accumulate(batches, tokens[:, 1:].numel())
-            engine.gradient_norm()
-            engine.step(0.01)
-            found.append(weight.detach().clone())
-        results.append(found)
-        engine.close()
-    return results
+    start_process(config, rank_environment(os.environ))
+    layout = layout_of(config, world_size)
+    model = GPT(config, layout)
+    engine = make_engine(model, registry(model, config), config)
+    weight = model.embedding.table.weight if model.first else model.head.inner.weight
+    found = [weight.detach().clone()]
+    for step in range(5):
+        tokens = tiny_tokens(config, step)
+        rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+        batches = [{"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()} for row in rows]
+        engine.accumulate(batches, tokens[:, 1:].numel())
+        engine.gradient_norm()
+        engine.step(0.01)
+        found.append(weight.detach().clone())
+    engine.close()
+    return found
 
 
-def test_tied_copies_have_the_same_bits_after_every_step(run_ranks):
-    configs = []
-    for stage in (0, 1):
-        config = tiny_config(train__micro_batch_size=2, zero__stage=stage, optimizer__clip_grad=0.5, **PP2)
-        config.model.hidden_dropout, config.optimizer.name = 0.1, OptimizerName.adamw
-        configs.append(config)
-    for first, last in zip(*run_ranks(f"{HERE}:tied_copies", 2, configs), strict=True):
-        for step, (embedding, head) in enumerate(zip(first, last, strict=True)):
-            assert torch.equal(embedding, head), f"unlike after step {step}"
-        assert not torch.equal(first[0], first[-1])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (4, 1)])
+def test_tied_copies_have_the_same_bits_after_every_step(run_ranks, world_size, stage):
+    config = tiny_config(train__micro_batch_size=2, zero__stage=stage, optimizer__clip_grad=0.5, **PP2)
+    config.model.hidden_dropout, config.optimizer.name = 0.1, OptimizerName.adamw
+    first, *others = run_ranks(f"{HERE}:tied_copies", world_size, config)
+    assert len(first) == 6 and not torch.equal(first[0], first[-1])
+    for other in others:  # of the same stage and of the other one
+        for step, (embedding, copy_) in enumerate(zip(first, other, strict=True)):
+            assert torch.equal(embedding, copy_), f"unlike after step {step}"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_interrupted_run_is_bitwise_the_straight_run_and_opens_in_one_process(run_ranks, tiny_data, tmp_path, tied):
-    """With dropout, biases of routers, experts in the first of two stages."""
+    """With dropout, biases of routers, experts in the first of two stages; tied over two data-parallel ranks, with ZeRO-1."""
+    ranks_of = lambda name, _, *more: run_ranks(name, 4 if tied else 2, *more)  # noqa: E731
     config = moe_training_config(tiny_data, tmp_path / "straight", expert_parallel=1)
     config.parallel.pipeline_model_parallel_size, config.schedule.lr_decay_steps = 2, 10
     config.model.share_embeddings_and_output_weights = tied
     config.moe.moe_router_enable_expert_bias = True
-    run_ranks("run_job", 2, config)
-    resumed = interrupt(run_ranks, config, tmp_path / "resumed")
+    ranks_of("run_job", 2, config)
+    resumed = interrupt(ranks_of, config, tmp_path / "resumed")
     assert not different(tmp_path / "straight", resumed)
     assert router_state(resumed, 10) == router_state(tmp_path / "straight", 10)
 
@@ -115,3 +112,11 @@ def test_stages_of_unlike_length(run_ranks, stages, ends):
             setattr(config.parallel, f"num_layers_in_{end}_pipeline_stage", count)
         cases.append({"config": config})
     check(run_ranks("gradient_cases", stages, cases), bound=2e-5)
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_a_stage_without_experts_under_zero_1(run_ranks, expert_parallel):
+    """Its optimizer has fewer groups than that of the other stage; a sum per group would wait for ever."""
+    config = tiny_moe_config(train__micro_batch_size=2, zero__stage=1, optimizer__clip_grad=0.05, **PP2)
+    config.parallel.expert_model_parallel_size = expert_parallel
+    check(run_ranks("gradient_cases", 4, [{"config": config}]), bound=2e-5)
