@@ -125,7 +125,7 @@ def rank_environment(environ: Mapping[str, str]) -> Ranks:
         world = environ["WORLD_SIZE"]
         raise ValueError(f"WORLD_SIZE={world} but RANK is not set; start with deepspeed, torchrun or srun, or unset it")
     else:
-        ranks = Ranks(master_port=_free_port())
+        ranks = Ranks(master_port=free_port())
     if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
         place = f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank} of {ranks.local_world_size}"
         raise ValueError(f"{place}: each must lie below its count; check the variables that the launcher sets")
@@ -205,7 +205,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

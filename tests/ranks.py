@@ -9,11 +9,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from recipes.launcher import free_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,13 +22,6 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _WORKERS = "tests.distributed.workers"
 _CONTEXT.set_forkserver_preload([_WORKERS])
 LIMIT_SECONDS = 60
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def _find(name: str) -> Callable:

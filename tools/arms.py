@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from recipes.config import Config
+from recipes.launcher import free_port
 from recipes.pretrain import ROOT, compose
 from recipes.validation import prepare, problems
 
@@ -97,7 +97,7 @@ def run_to_end(words: Sequence[str], name: str, folder: Path) -> None:
 def command(arm: Arm) -> list[str]:
     """What starts the arm."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(NUM_PROCESSES)]
-    return [*launcher, "--master_port", str(_free_port()), str(ROOT / "recipes" / "pretrain.py"), *arm.arguments]
+    return [*launcher, "--master_port", str(free_port()), str(ROOT / "recipes" / "pretrain.py"), *arm.arguments]
 
 
 @contextlib.contextmanager
@@ -142,12 +142,6 @@ def _stop(child: subprocess.Popen) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         child.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Numbers(argparse.Action):

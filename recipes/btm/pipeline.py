@@ -13,7 +13,6 @@ RUN/evaluate/          tables and pictures;  RUN/summary.json
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.rotate import find_checkpoint
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.launcher import free_port
 from recipes.logical import moe_layers
 from recipes.telemetry.summary import replace_text, write_json
 from recipes.validation import prepare
@@ -206,7 +206,7 @@ class Pipeline:
         cores = len(os.sched_getaffinity(0))
         at_once = min(btm.workers, jobs)
         threads = btm.threads or max(1, cores // (at_once * btm.ranks_per_branch))
-        port = _free_port() if btm.ranks_per_branch > 1 else None
+        port = free_port() if btm.ranks_per_branch > 1 else None
         return Job(
             arm.name, command(words, btm.ranks_per_branch, port), self.folder / "logs" / f"{arm.name}.log", threads
         )
@@ -311,9 +311,3 @@ def checkpoint_digest(folder: Path, step: int) -> str:
     checkpoint = last_checkpoint(folder, step)
     files = checkpoint.manifest.files.items()
     return digest({name: entry.sha256 for name, entry in files if entry.kind in ("model", "optimizer")})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

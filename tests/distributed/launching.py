@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from recipes import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 FAILING = str(Path(__file__).with_name("failing_pretrain.py"))
@@ -25,10 +26,8 @@ _FROM_LAUNCHERS = ("SLURM_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "WANDB_"
 
 
 def free_port() -> str:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """As a word of a command line or of the environment."""
+    return str(launcher.free_port())
 
 
 def tiny_overrides(data: Path, folder: Path, *more: str, experiment: str = "debug") -> list[str]:

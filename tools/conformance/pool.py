@@ -15,13 +15,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from recipes.launcher import free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _WORKER = "tools.conformance.worker"  # heavy; imported once, by the server that ranks are forked from
@@ -59,7 +60,7 @@ class Pool:
     def _try(self, function: str, arguments: tuple) -> list[Any]:
         if not self.processes:
             self._start()
-        port = _free_port()
+        port = free_port()
         try:
             for pipe in self.pipes:
                 pipe.send((port, function, arguments))
@@ -130,12 +131,6 @@ class Pool:
 
 def _is_ours(file: str) -> bool:
     return any(f"/{folder}/" in file for folder in ("recipes", "tools", "tests")) and "site-packages" not in file
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(pipe: Any, rank: int, size: int, plant: str | None, stack: str) -> None:

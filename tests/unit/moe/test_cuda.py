@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.config import MoeBackend
-from tests.ranks import free_port
+from recipes.launcher import free_port
 from tests.unit.moe import test_layer, test_pairwise
 
 pytestmark = [

@@ -105,7 +105,8 @@ def test_rows():
     ours, dense = (next(row for row in rows if row["impl"] == name) for name in ("ours_grouped", "dense"))
     assert ours["tokens_per_second"] == 8.0
     assert dense["saved_bytes"] == 4 * 24 * (8 + 24 + 24)  # x, h and gelu(h)
-    assert 4 * 24 * (8 + 8 + 24 + 8) <= ours["saved_bytes"] <= 1.3 * 4 * 24 * (8 + 8 + 24 + 8)  # x, rows, h, outputs
+    kept = 4 * 24 * (8 + 24 + 24 + 8)  # x, h, gelu(h), outputs
+    assert kept <= ours["saved_bytes"] <= 1.3 * kept
 
 
 def test_a_storage_counts_once_and_parameters_do_not():
