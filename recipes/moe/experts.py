@@ -21,9 +21,6 @@ from recipes.recycled import recycler
 # A product of few rows with a matrix that is not in the cache waits for one line of memory after the other; read as a stream
 # first, the matrix costs half. Larger matrices would not stay in the cache, and with more rows the product hides the waiting.
 _READ_AHEAD_BYTES, _READ_AHEAD_ROWS = 4 << 20, 256
-# From this many multiplications on, a product with fewer columns than it adds up over takes a tenth less time in oneDNN than in
-# MKL; others do not.
-_NARROW = 1 << 22
 
 
 def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -133,7 +130,7 @@ def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, ke
     for x, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
         _read_ahead(w1, x)
         torch.mm(x, w1.t(), out=h)
-        _narrow(_activate_into(h, gated, a), w2.t(), y)
+        torch.mm(_activate_into(h, gated, a), w2.t(), out=y)
     return h_RG, a_RF, y_RH
 
 
@@ -160,18 +157,9 @@ def _backward_by_expert(x_RH, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list
         a, grad_h = _activate_backward(grad_a, h, gated, kept_a, room)
         _product(grad_y.t(), a, grad_w2)
         _read_ahead(w1, x)
-        _narrow(grad_h, w1, grad_x)
+        torch.mm(grad_h, w1, out=grad_x)
         _product(grad_h.t(), x, grad_w1)
     return grad_x_RH, grad_w1_LGH, grad_w2_LHF
-
-
-def _narrow(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-    """rows @ matrix, written to `out`; here usually from more columns to fewer."""
-    fits = rows.dtype is torch.float32 and rows.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if fits and rows.shape[1] > out.shape[1] and rows.numel() * out.shape[1] >= _NARROW:
-        out.copy_(torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], ""))
-    else:
-        torch.mm(rows, matrix, out=out)
 
 
 def _product(columns: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
