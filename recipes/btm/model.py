@@ -23,7 +23,7 @@ from recipes.checkpoint import model as single
 from recipes.checkpoint.format import Checkpoint
 from recipes.config import Config, PosteriorForm
 from recipes.model.gpt import GPT
-from recipes.model.loss import token_losses
+from recipes.model.loss import losses_of_logits
 from recipes.telemetry.summary import write_json
 
 DESCRIPTION = "ensemble.json"
@@ -85,7 +85,7 @@ def _log_probs(model: Any, tokens_BS, positions_BS, attention_mask) -> torch.Ten
 
 
 def _losses(model: Any, tokens_BS, labels_BS, positions_BS, attention_mask) -> torch.Tensor:
-    return token_losses(model.logits(tokens_BS, positions_BS, attention_mask), labels_BS).double()
+    return losses_of_logits(model.logits(tokens_BS, positions_BS, attention_mask), labels_BS).double()
 
 
 def write_ensemble(folder: Path, branches: dict[str, Path], weighing: Weighing) -> None:

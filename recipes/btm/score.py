@@ -28,7 +28,7 @@ from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
 from recipes.model.gpt import GPT
-from recipes.model.loss import token_losses
+from recipes.model.loss import losses_of_logits
 from recipes.train.batch import model_inputs
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def token_log_probs(
     for begin in range(0, len(tokens_NS1), batch_size):
         inputs = model_inputs(tokens_NS1[begin : begin + batch_size], eod, data, collectives.device())
         logits_SBV = model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
-        found.append(-token_losses(logits_SBV, inputs["labels_BS"]).double().cpu())
+        found.append(-losses_of_logits(logits_SBV, inputs["labels_BS"]).double().cpu())
         on_batch()
     return torch.cat(found)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, mappings
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
 
@@ -126,8 +127,27 @@ class FinalNorm(nn.Module):
         return norm_pieces(logical_tensors(config)[name.replace("inner", "final_norm")])
 
 
+class VocabularyLinear(ColumnParallelLinear):
+    """[S, B, H] -> logits [S, B, V of this rank], or with labels [B, S] losses [B, S], without all logits at once.
+
+    Only of `rows` rows; what the weights have beyond is padding.
+    """
+
+    def forward(self, x_SBH, weight_VH, rows: int, labels_BS=None, first_row: int = 0, group=None):  # type: ignore[override]
+        weight_VH = self.weight if weight_VH is None else weight_VH
+        if labels_BS is None:
+            return super().forward(x_SBH, weight=weight_VH)[0][..., :rows]
+        if self.sequence_parallel:
+            x_SBH = mappings.gather_from_sequence_parallel_region(x_SBH)
+        else:
+            x_SBH = mappings.copy_to_tensor_model_parallel_region(x_SBH)
+        used_VH = weight_VH if rows == len(weight_VH) else weight_VH[:rows]
+        return token_losses(x_SBH, used_VH, labels_BS, first_row, group)
+
+
 class Head(nn.Module):
-    """Logits of the true vocabulary: [S, B, H] -> [S, B, V]; beside the embedding that it is tied to it owns no weight.
+    """Logits of the true vocabulary or, with labels, losses: see VocabularyLinear; beside the embedding that it is tied to it owns
+    no weight.
 
     A tensor-parallel rank has the logits of its rows, which may be fewer on the last ranks, even none.
     """
@@ -135,7 +155,7 @@ class Head(nn.Module):
     def __init__(self, config: Config, mcore_config, rows: int, owns_weight: bool):
         super().__init__()
         self.config = config
-        self.inner = ColumnParallelLinear(
+        self.inner = VocabularyLinear(
             config.model.hidden_size,
             rows,
             config=mcore_config,
@@ -145,10 +165,17 @@ class Head(nn.Module):
             skip_weight_param_allocation=not owns_weight,
         )
 
-    def forward(self, x_SBH: torch.Tensor, tied_weight: torch.Tensor | None, first_row: int) -> torch.Tensor:
-        logits_SBV = self.inner(x_SBH, weight=tied_weight)[0]
+    def forward(
+        self,
+        x_SBH: torch.Tensor,
+        tied_weight: torch.Tensor | None,
+        first_row: int,
+        labels_BS: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
         assert self.config.model.vocab_size is not None
-        return logits_SBV[..., : max(0, self.config.model.vocab_size - first_row)]
+        rows = min(max(0, self.config.model.vocab_size - first_row), self.inner.output_size_per_partition)
+        return self.inner(x_SBH, tied_weight, rows, labels_BS, first_row, group)
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
         tied = config.model.share_embeddings_and_output_weights
@@ -208,12 +235,12 @@ class GPT(nn.Module):
         assert x_SBH is not None
         return x_SBH
 
-    def project(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        """Logits [S, B, V of this rank] from the hidden states after the last block."""
+    def project(self, x_SBH: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """From the hidden states after the last block: logits [S, B, V of this rank], or with labels losses [B, S]."""
         assert self.final_norm is not None and self.head is not None
         tied = self.embedding is not None and self.config.model.share_embeddings_and_output_weights
         weight = self.embedding.table.weight if tied else None  # type: ignore[union-attr]
-        return self.head(self.final_norm(x_SBH), weight, self.first_row)
+        return self.head(self.final_norm(x_SBH), weight, self.first_row, labels_BS, self.groups.handle(Role.tp))
 
     def logits(
         self,
@@ -238,7 +265,7 @@ class GPT(nn.Module):
         x_SBH = self.hidden(x_SBH, tokens_BS, positions_BS, attention_mask)
         if not self.last:
             return x_SBH
-        losses_BS = token_losses(self.project(x_SBH), labels_BS, self.first_row, self.groups.handle(Role.tp))
+        losses_BS = self.project(x_SBH, labels_BS)
         return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
 
     def forward(

@@ -88,10 +88,10 @@ class _MicroBatch:
             return kept + self.hidden  # what DeepSpeed sent
         assert model.vocab_size is not None
         vocab = min(model.vocab_size, padded_vocab_size(model, tensor) // tensor)
-        kept += self._norm(self.rows, model.hidden_size) + self.hidden  # its output: the head's input
-        return kept + self.tokens * (
-            vocab * FP32 + FP32 + INT64 + BOOL
-        )  # T V exponentials, factors, labels, which are here
+        kept += self._norm(self.rows, model.hidden_size)
+        kept += self.tokens * model.hidden_size * self.item  # its output, from all positions: the head's input
+        # T V exponentials, factors, labels, and which of them are here
+        return kept + self.tokens * (vocab * FP32 + FP32 + INT64 + BOOL)
 
     def block(self, layer: int) -> tuple[int, int]:
         """Bytes that a block keeps, and those that are there meanwhile when the most of it at a time is computed again."""

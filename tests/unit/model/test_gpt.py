@@ -186,18 +186,19 @@ def test_loss_is_cross_entropy_in_fp32_with_its_gradient(piece):
     from recipes.model import loss
 
     loss._PIECE = piece
-    for size in (1.0, 1e4):
-        logits = (size * torch.randn(5, 3, 11)).requires_grad_()
-        labels = torch.randint(0, 11, (3, 5))
-        weight = torch.rand(3, 5)
-        found = loss.token_losses(logits, labels)
-        (found * weight).sum().backward()
-        double = logits.detach().double().requires_grad_()
-        expected = -torch.log_softmax(double, -1).gather(2, labels.t()[..., None]).squeeze(-1).t()
-        (expected * weight.double()).sum().backward()
-        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(logits.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
-    assert loss.token_losses(logits.detach().bfloat16(), labels).dtype == torch.float32
+    for size in (1.0, 1e3):
+        x, weight = (size * torch.randn(5, 3, 4)).requires_grad_(), torch.randn(11, 4, requires_grad=True)
+        labels, pull = torch.randint(0, 11, (3, 5)), torch.rand(3, 5)
+        found = loss.token_losses(x, weight, labels)
+        grads = torch.autograd.grad((found * pull).sum(), (x, weight))
+        exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+        logits = exact[0] @ exact[1].t()
+        expected = -torch.log_softmax(logits, -1).gather(2, labels.t()[..., None]).squeeze(-1).t()
+        wanted = torch.autograd.grad((expected * pull.double()).sum(), exact)
+        for ours, theirs in zip((found, *grads), (expected, *wanted), strict=True):
+            assert (ours.double() - theirs).norm() <= 2e-6 * theirs.norm()
+        torch.testing.assert_close(loss.losses_of_logits(logits, labels), expected.float(), rtol=1e-6, atol=1e-6)
+    assert loss.token_losses(*(t.detach().bfloat16() for t in (x, weight)), labels).dtype == torch.float32
 
 
 @pytest.mark.parametrize("shape", ["swiglu", "gelu"])
