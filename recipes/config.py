@@ -240,7 +240,10 @@ class ModelConfig:
 class MoeConfig:
     """Experts in place of feed-forward blocks, in megatron-core's field names."""
 
-    num_moe_experts: int | None = None  # experts per MoE layer, over all ranks; null: a dense model
+    num_moe_experts: int | None = (
+        None  # of each MoE layer, over all ranks; if unlike: num_moe_experts_per_layer; both null: dense
+    )
+    num_moe_experts_per_layer: list[int] | None = None  # in its place: one number per MoE layer, in order
     backend: MoeBackend = MoeBackend.grouped
     moe_layer_freq: int = 1  # every so many layers have experts
     moe_layer_offset: int = 0  # number of the first one, from 0
@@ -267,7 +270,7 @@ class MoeConfig:
     )
     moe_router_gumbel_scale: float = 0.0  # training: Gumbel noise added to logits for the choice, as a multiple
     moe_router_lr_scale: float = 1.0  # learning rate of routers, as a multiple of the dense weights'
-    moe_expert_lr_scale: float | None = 1.0  # that of experts; null: sqrt(topk / experts)
+    moe_expert_lr_scale: float | None = 1.0  # that of experts; null: sqrt(topk / experts of their layer)
     moe_aux_loss_coeff: float = 1e-2  # weight of each layer's load-balancing loss
     aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
     moe_z_loss_coeff: float = 0.0  # weight of each layer's router z-loss
@@ -278,6 +281,11 @@ class MoeConfig:
     moe_eval_capacity_factor: float | None = None  # the same in evaluation
     moe_min_capacity: int = 0  # tokens that an expert takes at least, with a capacity factor
     moe_token_drop_policy: TokenDropPolicy = TokenDropPolicy.probs
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return self.num_moe_experts is not None or self.num_moe_experts_per_layer is not None
 
 
 @dataclass

@@ -8,7 +8,7 @@ written. Initialisation, checkpoints, gradient comparison and the size planner a
     final_norm.weight [H]        layers.0.attention.{q_norm,k_norm}.weight  layers.0.{attention,ffn}_norm.weight
     head.weight [V, H] (untied)
 
-A layer with experts has, in place of ffn.*, layers.0.moe.router.weight [E, H], layers.0.moe.experts.7.{gate,up,down}.weight
+A layer with E experts has, in place of ffn.*, layers.0.moe.router.weight [E, H], layers.0.moe.experts.7.{gate,up,down}.weight
 with the global number of the expert, and, as described, layers.0.moe.shared.{gate,up,down}.weight, .shared_gate.weight [1, H],
 .coefficient.weight [2, H] and .bias [2].
 
@@ -70,10 +70,17 @@ def expert_width(config: Config) -> int:
     return config.moe.moe_ffn_hidden_size or ffn_width(config.model)
 
 
-def num_moe_experts(config: Config) -> int:
-    """Experts of each layer that has some, over all ranks."""
-    assert config.moe.num_moe_experts is not None
-    return config.moe.num_moe_experts
+def expert_counts(config: Config) -> dict[int, int]:
+    """How many experts each layer has that has some, over all ranks: by its global number, in order."""
+    moe, layers = config.moe, moe_layers(config)
+    if moe.num_moe_experts_per_layer is not None:
+        return dict(zip(layers, moe.num_moe_experts_per_layer, strict=True))
+    return {layer: moe.num_moe_experts for layer in layers if moe.num_moe_experts is not None}
+
+
+def num_moe_experts(config: Config, layer: int) -> int:
+    """Experts of one layer that has some, over all ranks."""
+    return expert_counts(config)[layer]
 
 
 def learns_routes(moe: MoeConfig) -> bool:
@@ -84,7 +91,7 @@ def learns_routes(moe: MoeConfig) -> bool:
 def moe_layers(config: Config) -> list[int]:
     """Global numbers of the layers with experts (megatron-core's meaning of `moe_layer_freq`: with offset 0, or as a list)."""
     moe, layers = config.moe, config.model.num_layers
-    if moe.num_moe_experts is None:
+    if not moe.has_experts:
         return []
     if moe.moe_layer_pattern is not None:
         return [layer for layer, has_experts in enumerate(moe.moe_layer_pattern[:layers]) if has_experts]
@@ -162,15 +169,15 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
     if layer not in moe_layers(config):
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
-    yield from _moe_tensors(config, f"{prefix}.moe")
+    yield from _moe_tensors(config, f"{prefix}.moe", num_moe_experts(config, layer))
 
 
-def _moe_tensors(config: Config, prefix: str) -> Iterator[LogicalTensor]:
+def _moe_tensors(config: Config, prefix: str, num_experts: int) -> Iterator[LogicalTensor]:
     moe, hidden, std = config.moe, config.model.hidden_size, config.model.init_method_std
     scale = math.sqrt(moe.moe_init_scale)  # of deviations (Fedus et al. 2021, arXiv 2101.03961, sec. 2.4)
     if learns_routes(moe):
-        yield from _linear_tensors(f"{prefix}.router", num_moe_experts(config), hidden, scale * std, bias=False)
-    for expert in range(num_moe_experts(config)):
+        yield from _linear_tensors(f"{prefix}.router", num_experts, hidden, scale * std, bias=False)
+    for expert in range(num_experts):
         yield from _mlp_tensors(config, f"{prefix}.experts.{expert}", expert_width(config), scale=scale)
     if moe.moe_shared_expert_intermediate_size:
         yield from _mlp_tensors(config, f"{prefix}.shared", moe.moe_shared_expert_intermediate_size)
@@ -197,11 +204,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank holds of a layer: its part of the dense matrices, its experts from `first_expert` on, its part of each."""
+    """What a rank holds of a layer: its part of the dense matrices, which of the layer's experts, its part of each."""
 
     tensor: Shard = Shard()
     expert_tensor: Shard = Shard()
-    first_expert: int = 0
+    experts: Shard = Shard()
 
 
 @dataclass(frozen=True)
@@ -323,7 +330,8 @@ def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], 
     model = config.model
     tensors = {t.name: t for t in _block_tensors(config, layer)}
     if name.startswith("mlp.") and layer in moe_layers(config):
-        return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, place)
+        first = place.experts.index * num_moe_experts(config, layer) // place.experts.count
+        return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, place, first)
     module, kind = name.rsplit(".", 1)
     if kind.startswith("layer_norm_"):  # TELayerNormColumnParallelLinear: layer_norm_weight, layer_norm_bias
         module, kind = f"{module}.layer_norm", kind.removeprefix("layer_norm_")
@@ -363,9 +371,15 @@ _STOCK_EXPERT = re.compile(r"routed\.deepspeed_moe\.experts\.deepspeed_experts\.
 
 
 def _moe_pieces(
-    config: Config, tensors: dict[str, LogicalTensor], prefix: str, name: str, shape: tuple[int, ...], place: Place
+    config: Config,
+    tensors: dict[str, LogicalTensor],
+    prefix: str,
+    name: str,
+    shape: tuple[int, ...],
+    place: Place,
+    first: int,
 ) -> tuple[Piece, ...]:
-    """Pieces of a parameter of recipes.moe.layer.MoeLayer."""
+    """Pieces of a parameter of recipes.moe.layer.MoeLayer; the rank's experts are those from `first` on."""
     if name in _WHOLE:
         return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], shape),)
     names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
@@ -373,7 +387,6 @@ def _moe_pieces(
     def matrices(module: str, kind: str) -> list[LogicalTensor]:
         return [tensors[f"{prefix}.{module}.{part}.weight"] for part in (names_w1 if kind == "w1" else ("down",))]
 
-    first = place.first_expert
     if name in ("shared.w1", "shared.w2"):
         kind = name.removeprefix("shared.")
         parts = matrices("shared", kind)

@@ -146,7 +146,7 @@ def model_parallel_size(config: Config) -> int:
 def expert_tensor_size(config: Config) -> int:
     """Ranks that share each expert's matrices: by default as many as share the layer's; 1 without experts."""
     parallel = config.parallel
-    if config.moe.num_moe_experts is None:
+    if not config.moe.has_experts:
         return 1
     given = parallel.expert_tensor_parallel_size
     return parallel.tensor_model_parallel_size if given is None else given
@@ -168,8 +168,6 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 def used_zero_stage(config: Config, layout: Layout) -> int:
     """`zero.stage`, or 0 where stages 1 and 2 have nothing to divide and would only copy weights and gradients."""
-    alone = layout.data_parallel_size == 1 and (
-        config.moe.num_moe_experts is None or layout.expert_data_parallel_size == 1
-    )
+    alone = layout.data_parallel_size == 1 and (not config.moe.has_experts or layout.expert_data_parallel_size == 1)
     plain = config.train.precision is Precision.fp32 and not config.zero.offload_optimizer
     return 0 if alone and plain and config.zero.stage < 3 else config.zero.stage

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from recipes.config import Config, to_plain
-from recipes.logical import moe_layers
+from recipes.logical import expert_counts
 from recipes.telemetry.jsonl import MetricsFile
 from recipes.telemetry.summary import write_json
 
@@ -36,10 +36,10 @@ def fake_run(
             "lr": 1e-3 * step / config.train.steps,
             "tokens_per_second": rate,
         }
-        if experts := config.moe.num_moe_experts:
-            share = np.full(experts, 1 / experts)
-            values["moe/tokens_per_expert"] = [random.multinomial(tokens, share).tolist() for _ in moe_layers(config)]
-            values["moe/gate_mean_per_expert"] = [[None, *random.random(experts - 1)] for _ in moe_layers(config)]
+        if counts := expert_counts(config).values():
+            shares = [np.full(experts, 1 / experts) for experts in counts]
+            values["moe/tokens_per_expert"] = [random.multinomial(tokens, share).tolist() for share in shares]
+            values["moe/gate_mean_per_expert"] = [[None, *random.random(experts - 1)] for experts in counts]
             values["z_loss"] = 2 + random.random()
         metrics.write(step, values)
         if step in evaluations:

@@ -122,6 +122,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from tools.report.runs import read_run
 
     overrides = shared_overrides(arguments)
+    if any("num_moe_experts_per_layer" in override for override in overrides):
+        raise ValueError(
+            "moe.num_moe_experts_per_layer: a point has one number of experts; use tools.report for such runs"
+        )
     if 0 in arguments.experts:
         raise ValueError("--experts 0: must be at least 1, which is the dense model")
     # Seed by seed: stopped early, there are still all points of some seeds.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.moe.utils import is_moe_param
 
-from recipes.config import Config, MoeConfig, OptimizerName, Precision
-from recipes.logical import LocalParameter
+from recipes.config import Config, OptimizerName, Precision
+from recipes.logical import LocalParameter, num_moe_experts
 from recipes.topology import Layout, used_zero_stage
 
 
@@ -57,35 +57,38 @@ def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _expert_scale(moe: MoeConfig) -> float:
-    """By default of the recipes the square root of an expert's share of the batch (Malladi et al. 2022, arXiv 2205.10287)."""
-    if moe.moe_expert_lr_scale is not None:
-        return moe.moe_expert_lr_scale
-    assert moe.num_moe_experts is not None
-    return math.sqrt(moe.moe_router_topk / moe.num_moe_experts)
+def expert_lr_scale(config: Config, name: str) -> float:
+    """Of the logical tensor `name` of an expert, as a multiple of the dense weights' learning rate.
+
+    Left to us it is the square root of an expert's share of the batch (Malladi et al. 2022, arXiv 2205.10287).
+    """
+    moe, layer = config.moe, int(name.split(".")[1])
+    given = moe.moe_expert_lr_scale
+    return math.sqrt(moe.moe_router_topk / num_moe_experts(config, layer)) if given is None else given
 
 
 def make_optimizer(config: Config, parameters: list[LocalParameter], layout: Layout) -> torch.optim.Optimizer:
     """AdamW or SGD.
 
     Groups: decay and no decay, each again of what is divided over tensor-parallel ranks or tied over pipeline stages, routers, and
-    experts, whose name must be DeepSpeed's key of their process groups. A group's learning rate is `lr_scale` times that of the
-    step; see Engine.gradient_norm for `copies`.
+    experts, whose name must be DeepSpeed's key of their process groups, again by learning rate. A group's learning rate is
+    `lr_scale` times that of the step; see Engine.gradient_norm for `copies`.
     """
     settings = config.optimizer
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[str, float], dict[str, Any]] = {}
     for entry in parameters:
         decay, experts = entry.weight_decay, is_moe_param(entry.parameter)
-        name = ("decay" if decay else "no_decay") + "_sharded" * entry.sharded + "_tied" * entry.tied
+        name, lr_scale = ("decay" if decay else "no_decay") + "_sharded" * entry.sharded + "_tied" * entry.tied, 1.0
         router = bool(entry.pieces) and entry.pieces[0].name.endswith(".moe.router.weight")
         if router:
-            name = "router"
+            name, lr_scale = "router", config.moe.moe_router_lr_scale
         if experts:
             name = entry.parameter.group_name  # type: ignore[attr-defined]
+            lr_scale = expert_lr_scale(config, entry.pieces[0].name)
             assert decay
         weight_decay = settings.weight_decay if decay else 0.0
-        group = groups.setdefault(name, {"params": [], "name": name, "weight_decay": weight_decay})
-        group["lr_scale"] = config.moe.moe_router_lr_scale if router else _expert_scale(config.moe) if experts else 1.0
+        group = groups.setdefault((name, lr_scale), {"params": [], "name": name, "weight_decay": weight_decay})
+        group["lr_scale"] = lr_scale
         whole = not experts and not entry.sharded
         group["tied"] = entry.tied
         group["copies"] = (layout.tensor_parallel_size if whole else 1) * (2 if entry.tied else 1)

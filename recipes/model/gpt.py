@@ -200,7 +200,7 @@ class GPT(nn.Module):
         rows = padded_vocab_size(model, layout.tensor_parallel_size)
         self.config = config
         self.first_row = rows // layout.tensor_parallel_size * self.groups.index(Role.tp)
-        self.moe = MoeContext(config, self.groups) if config.moe.num_moe_experts else None
+        self.moe = MoeContext(config, self.groups) if config.moe.has_experts else None
         self.rotary_width = int(head_width(model) * model.rotary_percent)
         stage, stages = self.groups.index(Role.pp), layout.pipeline_parallel_size
         self.first, self.last = stage == 0, stage == stages - 1
@@ -306,7 +306,7 @@ def registry(model: GPT, config: Config) -> list[LocalParameter]:
     place = Place(
         Shard(groups.index(Role.tp), layout.tensor_parallel_size),
         Shard(groups.index(Role.etp), layout.expert_tensor_parallel_size),
-        0 if model.moe is None else model.moe.first_expert,
+        Shard(groups.index(Role.ep), layout.expert_parallel_size),
     )
     modules: dict[str, Any] = {"embedding": model.embedding}
     modules |= {f"blocks.{block.layer}": block for block in model.blocks}

@@ -58,12 +58,11 @@ def z_part(logits_TE: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tenso
     return torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
 
 
-def bias_change(counts_NE: torch.Tensor, rate: float) -> torch.Tensor:
-    """How biases of N layers move after a step with these integer counts: up by `rate` for an expert with less than the mean
-    of its layer, down for one with more (Wang et al. 2024, arXiv 2408.15664, alg. 1). Decided in integers: fp32 [N, E]."""
-    num_experts = counts_NE.shape[1]
-    missing_NE = counts_NE.sum(1, keepdim=True) - num_experts * counts_NE
-    return missing_NE.sign().float() * rate
+def bias_change(counts: torch.Tensor, rate: float) -> torch.Tensor:
+    """How biases move after a step with these integer counts [..., E]: up by `rate` for an expert with less than the mean
+    of its layer, down for one with more (Wang et al. 2024, arXiv 2408.15664, alg. 1). Decided in integers: fp32 [..., E]."""
+    missing = counts.sum(-1, keepdim=True) - counts.shape[-1] * counts
+    return missing.sign().float() * rate
 
 
 def coefficient(start: float, end: float | None, ramp: list[int] | None, step: int) -> float:

@@ -2,7 +2,7 @@
 biases that balance without a loss.
 
 Layers report into it during the forward pass of training; `finish_step` adds the reports up over ranks, once per step.
-N layers with experts, E experts.
+N layers with experts, E experts; where layers have unlike numbers of them E is the largest, and what is behind a layer's own is 0.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from recipes import collectives
 from recipes.config import AuxLossScope, Config, RouterType
 from recipes.groups import Groups
-from recipes.logical import moe_layers, num_moe_experts
+from recipes.logical import expert_counts
 from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
 from recipes.moe.controls import prefix_keys
 from recipes.moe.router import Routing
@@ -42,17 +43,21 @@ class MoeContext:
         self.num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size))
         self.sequences_per_step = train.global_batch_size
         self.tokens_per_step = train.global_batch_size * config.model.seq_length
-        self.layers = moe_layers(config)
-        num_experts = num_moe_experts(config)
-        self.first_expert = groups.index(Role.ep) * num_experts // layout.expert_parallel_size
-        shape = (len(self.layers), 2 * num_experts + len(_SUMS))
-        self.report = torch.zeros(shape, dtype=torch.float64, device=collectives.device())
+        self.layers, self.num_experts = list(expert_counts(config)), list(expert_counts(config).values())
+        most, device = max(self.num_experts), collectives.device()
+        self.report = torch.zeros(len(self.layers), 2 * most + len(_SUMS), dtype=torch.float64, device=device)
         # Counts of the step before, for the scope global_batch; equal at first.
-        self.previous_NE = torch.ones(len(self.layers), num_experts, dtype=torch.int64, device=self.report.device)
+        self.previous_NE = torch.zeros(len(self.layers), most, dtype=torch.int64, device=device)
+        for previous_E in self._of_layers(self.previous_NE):
+            previous_E.fill_(1)
         # No part of the model, which may be cast to bf16: the rate would be lost in a bias of 0.5.
-        self.bias_NE = torch.zeros(len(self.layers), num_experts, dtype=torch.float32, device=self.report.device)
+        self.bias_NE = torch.zeros(len(self.layers), most, dtype=torch.float32, device=device)
         self.steps = 0  # finished ones, skipped ones too
         self.keys_T: torch.Tensor | None = None  # what routers that learn nothing go by, of this rank's tokens
+
+    def _of_layers(self, values_NE: torch.Tensor) -> list[torch.Tensor]:
+        """A view of each layer's own experts."""
+        return [values_E[:count] for values_E, count in zip(values_NE, self.num_experts, strict=True)]
 
     def begin(self, tokens_BS: torch.Tensor) -> None:
         """Hear which token ids the next forward pass has: int64 [B, S], whole sequences on every rank."""
@@ -81,7 +86,10 @@ class MoeContext:
 
     def bias(self, layer: int) -> torch.Tensor | None:
         """What is added to the scores of global layer `layer` for the choice: fp32 [E], or None without such biases."""
-        return self.bias_NE[self.layers.index(layer)] if self.moe.moe_router_enable_expert_bias else None
+        if not self.moe.moe_router_enable_expert_bias:
+            return None
+        row = self.layers.index(layer)
+        return self.bias_NE[row, : self.num_experts[row]]
 
     def auxiliary(
         self, out: torch.Tensor, layer: int, routing: Routing, sequence_shape: tuple[int, int]
@@ -118,7 +126,9 @@ class MoeContext:
         sums = [len(probs_TE), routing.dropped, torch.special.entr(probs_TE).sum(), balance, z]
         # Plain numbers are filled in on the device: copying them there would wait for all that it has to do.
         columns = [self.report.new_zeros(()) + value for value in sums]
-        self.report[row] += torch.cat((counts_E.double(), routing.gates_E, torch.stack(columns)))
+        by_expert_2E = torch.stack((counts_E.double(), routing.gates_E))
+        by_expert_2E = F.pad(by_expert_2E, (0, self.bias_NE.shape[1] - len(counts_E)))
+        self.report[row] += torch.cat((by_expert_2E.flatten(), torch.stack(columns)))
 
     def _balance(
         self, row: int, routing: Routing, counts_E: torch.Tensor, sequence_shape: tuple[int, int]
@@ -139,7 +149,7 @@ class MoeContext:
                 all_E, tokens = self._sum_over_tokens(own).split((len(counts_E), 1))
                 return balance_part(probs_TE, all_E / all_E.sum(), tokens[0]) / self.num_micro_batches
             case AuxLossScope.global_batch:
-                previous_E = self.previous_NE[row]
+                previous_E = self.previous_NE[row, : self.num_experts[row]]
                 return balance_part(probs_TE, previous_E / previous_E.sum(), self.tokens_per_step)
 
     def pool(self, values_TE: torch.Tensor, sequence_shape: tuple[int, int]) -> torch.Tensor:
@@ -178,10 +188,10 @@ class MoeContext:
         # A model that one rank has for itself has nothing to add up, however many ranks there are.
         alone = self.groups.layout.world_size == 1
         report = self.report if alone else collectives.sum_over_ranks(self.report)
-        num_experts = self.previous_NE.shape[1]
-        counts_NE, gates_NE, sums_NS = report.split((num_experts, num_experts, len(_SUMS)), dim=1)
+        most = self.previous_NE.shape[1]
+        counts_NE, gates_NE, sums_NS = report.split((most, most, len(_SUMS)), dim=1)
         sums = dict(zip(_SUMS, sums_NS.t(), strict=True))
-        metrics = load_metrics(counts_NE, gates_NE, sums, self.previous_NE)
+        metrics = load_metrics(counts_NE, gates_NE, sums, self.previous_NE, self.num_experts)
         if applied:
             self._learn_from(counts_NE.round().long())
         self.steps += 1
@@ -193,40 +203,52 @@ class MoeContext:
     def _learn_from(self, counts_NE: torch.Tensor) -> None:
         self.previous_NE = counts_NE
         if self.moe.moe_router_enable_expert_bias:
-            self.bias_NE += bias_change(counts_NE, self.moe.moe_router_bias_update_rate)
+            for bias_E, counts_E in zip(self._of_layers(self.bias_NE), self._of_layers(counts_NE), strict=True):
+                bias_E += bias_change(counts_E, self.moe.moe_router_bias_update_rate)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run, or one that only computes, needs, as JSON (which holds fp32 exactly)."""
-        return {"previous_counts": self.previous_NE.tolist(), "bias": self.bias_NE.tolist(), "steps": self.steps}
+        kept = {"previous_counts": self.previous_NE, "bias": self.bias_NE}
+        by_layer = {name: [row_E.tolist() for row_E in self._of_layers(rows)] for name, rows in kept.items()}
+        return by_layer | {"steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; what is not in it stays as it is."""
         for name, tensor in (("previous_counts", self.previous_NE), ("bias", self.bias_NE)):
             if name in state:
-                value = torch.tensor(state[name], dtype=tensor.dtype)
-                if value.shape != tensor.shape:
-                    raise ValueError(f"{name} of shape {list(value.shape)}, the model has {list(tensor.shape)}")
-                tensor.copy_(value)
+                found = [len(row) for row in state[name]]
+                if found != self.num_experts:
+                    raise ValueError(f"{name} of {found} experts by layer, the model has {self.num_experts}")
+                for row_E, values in zip(self._of_layers(tensor), state[name], strict=True):
+                    row_E.copy_(torch.tensor(values, dtype=tensor.dtype))
         self.steps = state.get("steps", self.steps)
 
 
 def load_metrics(
-    counts_NE: torch.Tensor, gates_NE: torch.Tensor, sums: dict[str, torch.Tensor], previous_NE: torch.Tensor
+    counts_NE: torch.Tensor,
+    gates_NE: torch.Tensor,
+    sums: dict[str, torch.Tensor],
+    previous_NE: torch.Tensor,
+    num_experts: list[int],
 ) -> dict[str, Any]:
-    """Load per layer and expert. `gates_NE`: sums of gates; `sums` [N]: number of tokens, dropped choices, entropies.
+    """Load per layer and expert. `gates_NE`: sums of gates; `sums` [N]: number of tokens, dropped choices, entropies;
+    `num_experts`: how many a layer has, behind which its row is 0.
 
     `max_vio` = (largest - mean) / mean load of a layer (Wang et al. 2024, arXiv 2408.15664, sec. 3.1), the worst layer's;
     `drop_rate`: dropped / all choices; `router_entropy`: mean over tokens in nats; `gate_mean`: mean over choices, of each expert
     null when nothing chose it or when it is not finite; `routing_change`: part of the choices that would have to go elsewhere for
     the load of the step before, mean over layers; `dead_experts`: without any token.
     """
-    mean_N = counts_NE.mean(dim=1).clamp(min=1e-9)
+    experts_N = torch.tensor(num_experts, device=counts_NE.device)
+    mean_N = (counts_NE.sum(dim=1) / experts_N).clamp(min=1e-9)
     choices_N = counts_NE.sum(dim=1).clamp(min=1)
     max_vio_N = counts_NE.max(dim=1).values / mean_N - 1
     before_NE = previous_NE / previous_NE.sum(dim=1, keepdim=True).clamp(min=1)
     change_N = 0.5 * (counts_NE / choices_N[:, None] - before_NE).abs().sum(dim=1)
+    tokens_per_expert = [row[:count] for row, count in zip(counts_NE.long().tolist(), num_experts, strict=True)]
     gate_mean_per_expert = [
-        [round(mean, 6) if math.isfinite(mean) else None for mean in layer] for layer in (gates_NE / counts_NE).tolist()
+        [round(mean, 6) if math.isfinite(mean) else None for mean in row[:count]]
+        for row, count in zip((gates_NE / counts_NE).tolist(), num_experts, strict=True)
     ]
     return {
         "moe/max_vio": float(max_vio_N.max()),
@@ -234,7 +256,7 @@ def load_metrics(
         "moe/router_entropy": float((sums["entropy"] / sums["tokens"].clamp(min=1)).mean()),
         "moe/gate_mean": float((gates_NE.sum(dim=1) / choices_N).mean()),
         "moe/routing_change": float(change_N.mean()),
-        "moe/dead_experts": int((counts_NE == 0).sum()),
-        "moe/tokens_per_expert": counts_NE.long().tolist(),
+        "moe/dead_experts": sum(row.count(0) for row in tokens_per_expert),
+        "moe/tokens_per_expert": tokens_per_expert,
         "moe/gate_mean_per_expert": gate_mean_per_expert,
     }

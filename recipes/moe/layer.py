@@ -49,7 +49,7 @@ class MoeLayer(nn.Module):
         if run.moe.backend is MoeBackend.grouped:
             self.routed: GroupedMoE | StockMoE = GroupedMoE(run, context, layer, gated, dtype)
         else:
-            self.routed = StockMoE(run, context, gated, dtype)
+            self.routed = StockMoE(run, context, layer, gated, dtype)
         shared = run.moe.moe_shared_expert_intermediate_size
         width = (shared or 0) // self.layout.expert_tensor_parallel_size
         self.shared = ExpertMLP(hidden, width, gated, dtype) if shared else None
@@ -121,7 +121,7 @@ class GroupedMoE(MoE):
         self.choose, self.dropout = Router(run, context, layer), moe.moe_expert_dropout
         selective = run.model.recompute_granularity is Recompute.selective
         self.keep_activation = not (selective and "moe_act" in run.model.recompute_modules)
-        self.num_experts, self.ep_size = num_moe_experts(run), layout.expert_parallel_size
+        self.num_experts, self.ep_size = num_moe_experts(run, layer), layout.expert_parallel_size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = context.groups.expert_key
         learned = learns_routes(moe)
@@ -160,13 +160,13 @@ class GroupedMoE(MoE):
 class StockMoE(MoE):
     """DeepSpeed's drop-free layer, told not to choose at random, with auxiliary losses computed by us over the whole batch."""
 
-    def __init__(self, run: Config, context: MoeContext, gated: bool, dtype: torch.dtype):
+    def __init__(self, run: Config, context: MoeContext, layer: int, gated: bool, dtype: torch.dtype):
         layout = context.groups.layout
         width = expert_width(run) // layout.expert_tensor_parallel_size
         super().__init__(
             run.model.hidden_size,
             ExpertMLP(run.model.hidden_size, width, gated, dtype),
-            num_experts=num_moe_experts(run),
+            num_experts=num_moe_experts(run, layer),
             ep_size=layout.expert_parallel_size,
             k=run.moe.moe_router_topk,
             drop_tokens=False,

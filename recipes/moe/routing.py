@@ -37,7 +37,7 @@ class Router:
 
     def __init__(self, run: Config, context: MoeContext, layer: int):
         self.moe, self.context, self.layer = run.moe, context, layer
-        self.num_experts, self.seed = num_moe_experts(run), run.run.seed
+        self.num_experts, self.seed = num_moe_experts(run, layer), run.run.seed
         self.fixed = torch.empty(0)
         if self.moe.moe_router_type is RouterType.hash:
             assert run.model.vocab_size is not None

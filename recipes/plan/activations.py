@@ -118,7 +118,7 @@ class _MicroBatch:
         yield ALWAYS, self._dropout()
         yield ALWAYS, self._norm(self.rows, self.model.hidden_size)
         if layer in moe_layers(self.config):
-            yield from self._moe(norm_output)
+            yield from self._moe(num_moe_experts(self.config, layer), norm_output)
         else:
             yield norm_output
             yield from (("mlp", count) for count in self._mlp())
@@ -169,7 +169,7 @@ class _MicroBatch:
         # gate and up in one, silu(gate), up + 0, their product; or before and after gelu
         yield self.tokens * width * (5 if self.model.activation is Activation.swiglu else 2) * self.item
 
-    def _moe(self, norm_output: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    def _moe(self, num_experts: int, norm_output: tuple[str, int]) -> Iterator[tuple[str, int]]:
         config, moe, layout, hidden = self.config, self.config.moe, self.layout, self.model.hidden_size
         gated = self.model.activation is Activation.swiglu
         parts, shared = layout.expert_tensor_parallel_size, moe.moe_shared_expert_intermediate_size
@@ -187,8 +187,8 @@ class _MicroBatch:
             view = split and not layout.sequence_parallel  # of a share of it, by which recomputation does not know it
             yield ALWAYS if view else norm_output[0], self.hidden
         if self.item < FP32:  # the router works in fp32
-            yield "moe", (tokens + num_moe_experts(config)) * hidden * FP32  # its input and its weights
-        yield "moe", tokens * (2 * num_moe_experts(config) + 1) * FP32  # logits, probabilities, log of the denominator
+            yield "moe", (tokens + num_experts) * hidden * FP32  # its input and its weights
+        yield "moe", tokens * (2 * num_experts + 1) * FP32  # logits, probabilities, log of the denominator
         yield "moe", choices * (INT64 + FP32)  # experts chosen, gates
         factor = 1.0 if moe.moe_expert_capacity_factor is None else min(1.0, moe.moe_expert_capacity_factor)
         rows = int(choices * factor)  # that are sent, and that arrive when all experts have equally many

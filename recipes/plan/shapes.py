@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from recipes.config import Config
-from recipes.logical import LogicalTensor, logical_tensors, num_moe_experts, padded_vocab_size, stage_layers
+from recipes.logical import LogicalTensor, expert_counts, logical_tensors, padded_vocab_size, stage_layers
 from recipes.topology import Layout
 
 _ROWS_DIVIDED = ("q", "k", "v", "gate", "up")
@@ -60,8 +60,7 @@ def held_weights(config: Config, layout: Layout) -> list[Held]:
         count = math.prod(local_shape(tensor, config, layout))
         for stage in {stage_of[int(number)]} if module == "layers" else ends if module == "embedding" else {last}:
             (experts if ".moe.experts." in name else dense)[stage] += count
-    if any(experts):
-        assert num_moe_experts(config) % layout.expert_parallel_size == 0
+    assert not any(count % layout.expert_parallel_size for count in expert_counts(config).values())
     return [Held(*both) for both in zip(dense, (n // layout.expert_parallel_size for n in experts), strict=True)]
 
 

@@ -10,13 +10,14 @@ those that a token is sent to count, and the router; nothing is subtracted for d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import Config, OptimizerName, Precision
-from recipes.logical import expert_width, head_width, logical_tensors, moe_layers, stage_layers
+from recipes.logical import expert_counts, expert_width, head_width, logical_tensors, stage_layers
 from recipes.plan.activations import stage_activations
 from recipes.plan.shapes import Held, held_weights, small_weights
 from recipes.topology import Cluster, Layout, Role, layout_of, used_zero_stage
@@ -41,19 +42,21 @@ class Weights:
 
 def count_weights(config: Config) -> Weights:
     """The weights of a description. Raises ValueError for an unknown vocabulary size."""
-    model, moe = config.model, config.moe
+    model, counts = config.model, expert_counts(config)
     if model.vocab_size is None:
         raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
-    dense = experts = multiplied = 0
+    dense = multiplied = 0
+    experts = dict.fromkeys(counts, 0)  # by layer
     for name, tensor in logical_tensors(config).items():
         if ".moe.experts." in name:
-            experts += tensor.numel
+            experts[int(name.split(".")[1])] += tensor.numel
             continue
         dense += tensor.numel
         look_up = name == "embedding.weight" and not model.share_embeddings_and_output_weights
         if len(tensor.shape) == 2 and not look_up:  # tied, the embedding is the head
             multiplied += tensor.numel
-    return Weights(dense, experts, experts * moe.moe_router_topk // (moe.num_moe_experts or 1), multiplied)
+    active = sum(experts[layer] // count for layer, count in counts.items()) * config.moe.moe_router_topk
+    return Weights(dense, sum(experts.values()), active, multiplied)
 
 
 def total_parameters(config: Config) -> int:
@@ -141,7 +144,8 @@ def plan(config: Config, world_size: int, cluster: Cluster | None = None) -> dic
         "total_params": total_parameters(config),
         "active_params": active_parameters(config),
         "flops_per_token": flops,
-        "num_moe_layers": len(moe_layers(config)),
+        "num_moe_layers": len(expert_counts(config)),
+        "num_moe_experts_per_layer": list(expert_counts(config).values()),
         "world_size": world_size,
         "data_parallel_size": layout.data_parallel_size,
         "tensor_model_parallel_size": layout.tensor_parallel_size,
@@ -187,7 +191,7 @@ def _stages(config: Config, layout: Layout) -> list[dict[str, Any]]:
 def _crossing(config: Config, layout: Layout, cluster: Cluster) -> list[str]:
     """The groups whose messages leave a node."""
     roles = [Role.tp, Role.dp, Role.pp]
-    if config.moe.num_moe_experts is not None:
+    if config.moe.has_experts:
         roles += [Role.etp, Role.ep, Role.edp]
     return [role.value for role in roles if cluster.crosses_nodes(layout, role)]
 
@@ -253,7 +257,7 @@ def _memory_rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     heaviest, all_of = largest(lambda stage: stage["sum"])
     batches = "a micro-batch" if busiest["micro_batches"] == 1 else f"{busiest['micro_batches']} micro-batches"
     more = f", and up to {_size(again)} more while it is computed again" if again else ""
-    spread = ", tokens spread evenly over experts" if config.moe.num_moe_experts is not None else ""
+    spread = ", tokens spread evenly over experts" if config.moe.has_experts else ""
     where = ", in host memory" if config.zero.offload_optimizer else ""
     return {
         "weight bytes per rank": _size(memory["weights"]) + held_by,
@@ -276,17 +280,22 @@ def _node_rows(sizes: Mapping[str, Any]) -> dict[str, str]:
 
 def _expert_rows(config: Config, sizes: Mapping[str, Any]) -> dict[str, str]:
     moe, size, parts = config.moe, sizes["expert_model_parallel_size"], sizes["expert_tensor_parallel_size"]
-    if moe.num_moe_experts is None:
+    if not moe.has_experts:
         return {}
-    shared = moe.moe_shared_expert_intermediate_size
-    share = f"{moe.num_moe_experts // size} of the {moe.num_moe_experts} experts of a layer"
+    shared, counts = moe.moe_shared_expert_intermediate_size, sizes["num_moe_experts_per_layer"]
+    share = ", ".join(f"{count // size} of the {count}" for count in dict.fromkeys(counts)) + " experts of a layer"
+    layers = " + ".join(f"{count} x {_layers(len(list(run)))}" for count, run in itertools.groupby(counts))
     return {
-        "experts": f"{moe.num_moe_experts} x {sizes['num_moe_layers']} layers, top-{moe.moe_router_topk}, "
+        "experts": f"{layers}, top-{moe.moe_router_topk}, "
         f"width {expert_width(config)}" + (f", and a shared one of width {shared}" if shared else ""),
         "expert parallelism": f"EP {size}: {share} on each rank" + (f", 1/{parts} of each" if parts > 1 else "") + "; "
         f"{sizes['world_size']} ranks = expert-data-parallel {sizes['expert_data_parallel_size']} x EP {size} x ETP {parts}"
         + (f" x {len(sizes['stages'])} pipeline stages" if len(sizes["stages"]) > 1 else ""),
     }
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def _size(count: int) -> str:

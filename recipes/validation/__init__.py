@@ -58,7 +58,7 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
 def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
     """A valid description with every derived value filled in: what the run records and works with."""
     vocab_size, moe, parallel = config.model.vocab_size, config.moe, config.parallel
-    experts = moe.num_moe_experts is not None
+    experts = moe.has_experts
     if vocab_size is None:
         assert config.data.path is not None
         vocab_size = load_dataset(launch_dir / config.data.path).vocab_size

@@ -38,7 +38,7 @@ def _mix(config: Config) -> Problems:
     btm = config.btm
     if not btm.mix_share:
         return
-    if config.moe.num_moe_experts is not None:
+    if config.moe.has_experts:
         yield f"btm.mix_share={btm.mix_share}: the branches must be dense to become experts; use moe=dense"
     if config.model.add_bias_linear:
         yield f"btm.mix_share={btm.mix_share}: experts have no biases; use model.add_bias_linear=false, or mix_share=0"

@@ -6,15 +6,16 @@ import dataclasses
 
 from recipes import schema
 from recipes.config import Config, MoeBackend, MoeConfig, ParallelConfig, RouterType, ScoreFunction, SecondExpert
-from recipes.validation.limits import Problems, divisible
+from recipes.logical import moe_layers
+from recipes.validation.limits import Problems, divisible, expert_counts_by_key, show_experts
 
 
 def check_experts(config: Config, world_size: int) -> Problems:
     """Every contradiction of the group `moe`; how ranks share the experts out is `layouts`' concern."""
-    if config.moe.num_moe_experts is None:
+    if not config.moe.has_experts:
         yield from _dense(config)
         return
-    for check in (_layers, _shared, _router, _routing, _noise, _groups, _balance, _capacity, _backend):
+    for check in (_layers, _counts, _shared, _router, _routing, _noise, _groups, _balance, _capacity, _backend):
         yield from check(config)
 
 
@@ -55,10 +56,27 @@ def _layers(config: Config) -> Problems:
         yield f"moe.moe_layer_offset={offset} must be less than moe.moe_layer_freq={freq} and model.num_layers={layers}; try 0"
 
 
+def _counts(config: Config) -> Problems:
+    """One number of experts for all layers, or one for each."""
+    moe, counts = config.moe, config.moe.num_moe_experts_per_layer
+    if counts is None:
+        return
+    shown = show_experts(moe)
+    if moe.num_moe_experts is not None:
+        same = f"moe.num_moe_experts={moe.num_moe_experts}"
+        yield f"{same} has no effect beside {shown}; use moe.num_moe_experts=null, or moe.num_moe_experts_per_layer=null"
+    layers = moe_layers(config)
+    if any(_layers(config)) or len(counts) == len(layers):
+        return
+    few = f"it has {len(counts)}, but {len(layers)} layers have experts ({', '.join(map(str, layers))}, from 0)"
+    way_out = f"give {len(layers)}, or null and moe.num_moe_experts=8 for the same number in all"
+    yield f"{shown} must have one number for each layer with experts: {few}; {way_out}"
+
+
 def _shared(config: Config) -> Problems:
     moe = config.moe
     if config.model.add_bias_linear:
-        few = f"moe.num_moe_experts={moe.num_moe_experts}: experts have no biases"
+        few = f"{show_experts(moe)}: experts have no biases"
         yield f"model.add_bias_linear=true with {few}; use model.add_bias_linear=false, or moe=dense"
     asked = [name for name in ("moe_shared_expert_gate", "moe_use_residual") if getattr(moe, name)]
     if moe.moe_shared_expert_intermediate_size is None:
@@ -151,10 +169,9 @@ def _noise(config: Config) -> Problems:
 
 
 def _routing(config: Config) -> Problems:
-    moe = config.moe
-    assert moe.num_moe_experts is not None
-    if moe.moe_router_topk > moe.num_moe_experts:
-        limit = f"moe.num_moe_experts={moe.num_moe_experts}"
+    moe, counts = config.moe, expert_counts_by_key(config.moe)
+    if counts and moe.moe_router_topk > min(counts.values()):
+        limit = "{}={}".format(*min(counts.items(), key=lambda item: item[1]))
         yield f"moe.moe_router_topk={moe.moe_router_topk} must be at most {limit}; use fewer choices, or more experts"
     if moe.moe_router_type not in (RouterType.topk, RouterType.sinkhorn):
         return
@@ -177,8 +194,7 @@ def _routing(config: Config) -> Problems:
 
 
 def _groups(config: Config) -> Problems:
-    moe, experts = config.moe, config.moe.num_moe_experts
-    assert experts is not None
+    moe = config.moe
     groups, chosen = moe.moe_router_num_groups, moe.moe_router_group_topk
     if moe.moe_router_type is not RouterType.topk or (groups is None and chosen is None):
         return
@@ -186,15 +202,16 @@ def _groups(config: Config) -> Problems:
     if groups is None or chosen is None:
         yield f"{shown}: both or none; set both, such as 4 and 2, or both to null"
         return
-    yield from divisible("moe.num_moe_experts", experts, f"moe.moe_router_num_groups={groups}", groups)
-    topk, within = moe.moe_router_topk, chosen * (experts // groups)
+    topk, counts = moe.moe_router_topk, expert_counts_by_key(moe)
+    for key, count in counts.items():
+        yield from divisible(key, count, f"moe.moe_router_num_groups={groups}", groups)
     if chosen > groups:
         yield f"{shown}: a token can choose at most all groups; use moe.moe_router_group_topk={groups} or less"
     elif topk % chosen:
         reason = "a group is worth its moe_router_topk / moe_router_group_topk best experts"
         legal = ", ".join(str(number) for number in range(1, min(topk, groups) + 1) if topk % number == 0)
         yield f"moe.moe_router_group_topk={chosen} must divide moe.moe_router_topk={topk}: {reason}; use one of {legal}"
-    elif experts % groups == 0 and topk > within:
+    elif (within := min((chosen * (n // groups) for n in counts.values() if n % groups == 0), default=topk)) < topk:
         reason = f"its {chosen} groups have {within} experts"
         yield f"{shown}: a token cannot choose moe.moe_router_topk={topk} experts when {reason}; use more or larger groups"
 

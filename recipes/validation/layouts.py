@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from recipes.config import Config
 from recipes.logical import expert_width, ffn_width, moe_layers
 from recipes.topology import Layout, expert_tensor_size, model_parallel_size
-from recipes.validation.limits import Problems, divisible
+from recipes.validation.limits import Problems, divisible, expert_counts_by_key
 from recipes.validation.pipeline import check_pipeline
 from recipes.validation.settings import check_zero
 
@@ -29,7 +29,7 @@ def layout_problems(config: Config, world_size: int) -> Problems:
     yield from rank_problems
     yield from _stages(config, world_size)
     yield from _tensor_parallel(config, world_size)
-    if config.moe.num_moe_experts is None:
+    if not config.moe.has_experts:
         return  # check_experts has refused settings that have no effect then
     yield from _expert_tensor(config)
     if not rank_problems and expert_tensor_size(config) in (1, config.parallel.tensor_model_parallel_size):
@@ -37,7 +37,8 @@ def layout_problems(config: Config, world_size: int) -> Problems:
     size = config.parallel.expert_model_parallel_size
     divisor = f"parallel.expert_model_parallel_size={size}"
     few = ", or another expert_model_parallel_size"
-    yield from divisible("moe.num_moe_experts", config.moe.num_moe_experts, divisor, size, few)
+    for key, count in expert_counts_by_key(config.moe).items():
+        yield from divisible(key, count, divisor, size, few)
 
 
 def check_batch(config: Config, world_size: int) -> Problems:
@@ -57,7 +58,7 @@ def legal_layouts(config: Config, world_size: int, zero_stages: Sequence[int] = 
     The present settings of `parallel` and `zero.stage` do not matter. Layouts whose data-parallel ranks cannot share
     `train.global_batch_size` are left out; the micro batch is the caller's to choose.
     """
-    experts = config.moe.num_moe_experts
+    experts = list(expert_counts_by_key(config.moe).values())
     found = []
     for tensor, stages in itertools.product(divisors(world_size), repeat=2):
         if world_size % (tensor * stages):
@@ -65,8 +66,8 @@ def legal_layouts(config: Config, world_size: int, zero_stages: Sequence[int] = 
         stage = world_size // stages
         for sequence, expert, expert_tensor, zero in itertools.product(
             (False, True) if tensor > 1 else (False,),
-            (1,) if experts is None else divisors(math.gcd(experts, stage)),
-            sorted({1, tensor}) if experts is not None else (1,),
+            divisors(math.gcd(stage, *experts)) if experts else (1,),
+            sorted({1, tensor}) if experts else (1,),
             zero_stages,
         ):
             if stage % (expert * expert_tensor):
@@ -94,7 +95,7 @@ def _accepted(config: Config, layout: Layout) -> bool:
 def with_layout(config: Config, layout: Layout) -> Config:
     """A copy of the description that asks for `layout`, with every size given and layers spread evenly over stages."""
     changed = copy.deepcopy(config)
-    parallel, experts = changed.parallel, config.moe.num_moe_experts is not None
+    parallel, experts = changed.parallel, config.moe.has_experts
     parallel.data_parallel_size = layout.data_parallel_size
     parallel.tensor_model_parallel_size = layout.tensor_parallel_size
     parallel.sequence_parallel = layout.sequence_parallel
@@ -194,7 +195,7 @@ def _divided_by_tensor(config: Config) -> Iterator[tuple[str, int, str]]:
         yield "model.ffn_hidden_size", ffn_width(model), "derived from null" if model.ffn_hidden_size is None else ""
     if parallel.sequence_parallel:
         yield "model.seq_length", model.seq_length, "parallel.sequence_parallel=true shares the tokens out"
-    elif config.moe.num_moe_experts is not None and expert_tensor_size(config) == 1:
+    elif config.moe.has_experts and expert_tensor_size(config) == 1:
         why = "with parallel.expert_tensor_parallel_size=1 they share a layer's tokens among its experts"
         yield "model.seq_length", model.seq_length, why
 
@@ -211,7 +212,7 @@ def _expert_widths(config: Config) -> dict[str, int]:
 def _tensor_sizes(config: Config, world_size: int) -> list[int]:
     """Tensor-parallel sizes that divide the ranks and all else that they must."""
     shared = [value for _, value, _ in _divided_by_tensor(config)]
-    if config.moe.num_moe_experts is not None and config.parallel.expert_tensor_parallel_size is None:
+    if config.moe.has_experts and config.parallel.expert_tensor_parallel_size is None:
         shared += _expert_widths(config).values()
     stages = config.parallel.pipeline_model_parallel_size
     ranks = world_size if world_size % stages else world_size // stages
@@ -249,8 +250,7 @@ def _expert_tensor(config: Config) -> Problems:
 
 def _expert_ranks(config: Config, world_size: int) -> Problems:
     """Experts times the parts of each, over the ranks of a stage: data- and tensor-parallel ones together."""
-    parallel, experts = config.parallel, config.moe.num_moe_experts
-    assert experts is not None
+    parallel, experts = config.parallel, expert_counts_by_key(config.moe).values()
     size, parts = parallel.expert_model_parallel_size, expert_tensor_size(config)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     in_stage = world_size // stages
@@ -264,7 +264,7 @@ def _expert_ranks(config: Config, world_size: int) -> Problems:
         ranks = f"{in_stage} ranks{of_stage} (data-parallel {data} x tensor-parallel {tensor})"
     else:
         ranks += " (experts are shared out among data-parallel ranks)"
-    legal = _one_of(divisors(math.gcd(in_stage // parts, experts)))
+    legal = _one_of(divisors(math.gcd(in_stage // parts, *experts)))
     needed = math.lcm(size * parts, tensor)
     plan = f"to plan only: parallel.data_parallel_size={needed // tensor}"
     yield f"{shown} must divide {ranks}; use {legal}, or start {needed * stages} processes ({plan})"

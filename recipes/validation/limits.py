@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, MoeConfig
 
 Problems = Iterator[str]
 
@@ -170,6 +170,10 @@ def check_ranges(config: Config) -> Problems:
             yield f"{key}={schema.show(value)} {legal} ({entry.note}){default}"
     if config.zero.stage not in (0, 1, 2, 3):
         yield f"zero.stage={config.zero.stage}: unknown; use 0, 1, 2 or 3"
+    for place, count in enumerate(config.moe.num_moe_experts_per_layer or []):
+        if not 1 <= count <= 10**5:
+            shown = f"moe.num_moe_experts_per_layer[{place}]={count}"
+            yield f"{shown} must be at least 1 and at most {10**5}; a layer without experts is moe.moe_layer_pattern's to say"
     if config.model.rotary_percent > 1:
         yield f"model.rotary_percent={config.model.rotary_percent} must be above 0 and at most 1, a share of each head"
 
@@ -191,6 +195,20 @@ def _leaves(extra: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def expert_counts_by_key(moe: MoeConfig) -> dict[str, int]:
+    """The different numbers of experts that the description gives, each by its own key, or that of the first such layer."""
+    counts = moe.num_moe_experts_per_layer
+    if counts is None:
+        return {} if moe.num_moe_experts is None else {"moe.num_moe_experts": moe.num_moe_experts}
+    return {f"moe.num_moe_experts_per_layer[{counts.index(count)}]": count for count in dict.fromkeys(counts)}
+
+
+def show_experts(moe: MoeConfig) -> str:
+    """The setting that gives the model experts."""
+    name = "num_moe_experts" if moe.num_moe_experts_per_layer is None else "num_moe_experts_per_layer"
+    return f"moe.{name}={schema.show(getattr(moe, name))}"
 
 
 def divisible(key: str, value: int, divisor_text: str, divisor: int, otherwise: str = "") -> Problems:

@@ -7,7 +7,7 @@ import importlib.util
 from recipes import schema
 from recipes.config import Config, DecayStyle, TransformerImpl
 from recipes.logical import head_width, num_kv_heads
-from recipes.validation.limits import Problems, divisible
+from recipes.validation.limits import Problems, divisible, show_experts
 
 
 def check_train(config: Config, world_size: int) -> Problems:
@@ -46,9 +46,9 @@ def check_model(config: Config, world_size: int) -> Problems:
 
 def check_zero(config: Config, world_size: int) -> Problems:
     """Options that stage 0 would ignore; what stage 3 cannot divide."""
-    if config.zero.stage == 3 and config.moe.num_moe_experts is not None:
+    if config.zero.stage == 3 and config.moe.has_experts:
         reason = "DeepSpeed does not divide the weights of experts, which expert parallelism spreads over ranks already"
-        yield f"zero.stage=3 with moe.num_moe_experts={config.moe.num_moe_experts}: {reason}; use zero.stage 0, 1 or 2"
+        yield f"zero.stage=3 with {show_experts(config.moe)}: {reason}; use zero.stage 0, 1 or 2"
     if config.zero.stage == 0:
         for option in ("offload_optimizer", "overlap_comm"):
             if getattr(config.zero, option):

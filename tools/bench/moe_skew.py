@@ -101,12 +101,14 @@ def build_layer(config: Config, shape: Shape) -> Any:
     from recipes.groups import enter
     from recipes.moe.context import MoeContext
     from recipes.moe.layer import MoeLayer
-    from recipes.topology import layout_of
+    from recipes.topology import Role, layout_of
 
     context = MoeContext(config, enter(layout_of(config, RANKS)))
     layer = MoeLayer(SimpleNamespace(params_dtype=shape.dtype), config, context, 0)
     _, w1_EFH, w2_EHF = shape.weights()
-    own = slice(context.first_expert, context.first_expert + shape.experts // RANKS)
+    local = shape.experts // RANKS
+    first = context.groups.index(Role.ep) * local
+    own = slice(first, first + local)
     with torch.no_grad():
         layer.routed.router.copy_(torch.eye(shape.experts, shape.hidden))  # type: ignore[union-attr]
         layer.routed.w1_LGH.copy_(w1_EFH[own])  # type: ignore[operator]

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from recipes import schema
 from recipes.config import Activation, Config, ModelConfig, Normalization, Precision, WandbMode
-from recipes.logical import expert_width, ffn_width, moe_layers, num_kv_heads, num_moe_experts
+from recipes.logical import expert_width, ffn_width, moe_layers, num_kv_heads
 from recipes.model.gpt import GPT
 from tools.bench.rounds import interleave, ratio
 
@@ -40,7 +41,7 @@ def measure(configs: Mapping[str, Config], rounds: int, repeats: int) -> list[di
 
 
 def _rows(config: Config, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    peer = "hf_llama" if config.moe.num_moe_experts is None else "hf_mixtral"
+    peer = "hf_mixtral" if config.moe.has_experts else "hf_llama"
     with tempfile.TemporaryDirectory() as folder:
         step, job = real_step(config, Path(folder))
         vocab = job.config.model.vocab_size
@@ -82,7 +83,12 @@ def check(config: Config) -> None:
         )
     if config.train.precision is not Precision.fp32:
         raise ValueError("train.precision: the comparison is made in fp32")
-    if moe.num_moe_experts is not None and moe.moe_shared_expert_intermediate_size is not None:
+    if moe.num_moe_experts_per_layer is not None:
+        raise ValueError(
+            f"moe.num_moe_experts_per_layer={schema.show(moe.num_moe_experts_per_layer)}: the peer is Mixtral, which has the same "
+            "number of experts in all layers; use moe.num_moe_experts, and null here"
+        )
+    if moe.has_experts and moe.moe_shared_expert_intermediate_size is not None:
         raise ValueError(
             "the peer is Mixtral, which has no shared expert: leave moe.moe_shared_expert_intermediate_size null"
         )
@@ -124,7 +130,7 @@ def _bare(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None]:
 
 
 def _hugging_face(config: Config, tokens_BS1: torch.Tensor) -> Callable[[], None]:
-    peer = _llama(config) if config.moe.num_moe_experts is None else _mixtral(config)
+    peer = _mixtral(config) if config.moe.has_experts else _llama(config)
     optimizer = torch.optim.AdamW(peer.parameters(), lr=config.optimizer.lr, fused=True)
     inputs = tokens_BS1[:, :-1].contiguous()  # it shifts the labels itself
 
@@ -165,7 +171,7 @@ def _mixtral(config: Config) -> Any:
     mixtral = MixtralForCausalLM(
         MixtralConfig(
             intermediate_size=expert_width(config),
-            num_local_experts=num_moe_experts(config),
+            num_local_experts=config.moe.num_moe_experts or 0,
             num_experts_per_tok=config.moe.moe_router_topk,
             **common,
         )

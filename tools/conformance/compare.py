@@ -284,4 +284,9 @@ def route_flips(found: Iterable[Routed], expected: Mapping[int, np.ndarray]) -> 
 
 def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> int:
     """Counts and biases of experts that are not exactly those expected."""
-    return sum(int(np.not_equal(found[key], value).sum()) for key, value in expected.items())
+    return sum(int(np.not_equal(_flat(found[key]), _flat(value)).sum()) for key, value in expected.items())
+
+
+def _flat(value: Any) -> np.ndarray:
+    """A number, or those of all layers, which may have unlike numbers of experts."""
+    return np.hstack(value) if isinstance(value, list) else np.asarray(value)

@@ -91,7 +91,7 @@ def _parts(config: Config) -> list[str]:
 def legal_cases(small: Config, world_size: int) -> tuple[list[Case], list[str]]:
     """All cases of the scaled recipe, those of one layout one after the other, and why a backend has none."""
     cases, notes = [], []
-    for backend in MoeBackend if small.moe.num_moe_experts is not None else (None,):
+    for backend in MoeBackend if small.moe.has_experts else (None,):
         config = copy.deepcopy(small)
         if backend is not None:
             config.moe.backend = backend

@@ -23,7 +23,7 @@ from recipes.config import (
     TransformerImpl,
     to_plain,
 )
-from recipes.logical import expert_width, ffn_width, num_kv_heads
+from recipes.logical import expert_counts, expert_width, ffn_width, moe_layers, num_kv_heads
 from recipes.validation import problems
 
 # Smallest sizes; all different, so that a mix-up of two axes shows.
@@ -53,6 +53,10 @@ def shrink(config: Config, world_size: int) -> Config:
     _shrink_experts(small.moe, config, world_size)
     if small.moe.moe_layer_pattern is not None:
         small.moe.moe_layer_pattern = small.moe.moe_layer_pattern[: small.model.num_layers]
+    if small.moe.num_moe_experts_per_layer is not None:  # each number once, the last one in what layers are left
+        numbers = list(dict.fromkeys(small.moe.num_moe_experts_per_layer))
+        numbers += numbers[-1:] * len(moe_layers(small))
+        small.moe.num_moe_experts_per_layer = numbers[: len(moe_layers(small))]
     small.train.precision = Precision.fp32
     samples = 2 * world_size  # two micro steps of one sequence on every rank
     small.train.global_batch_size = samples * math.ceil(SAMPLES / samples)
@@ -84,17 +88,26 @@ def _rotates(channels: int) -> bool:
 
 
 def _layers(config: Config) -> int:
-    """Two layers, or enough for one of each kind; with experts in every second layer enough for two that have some."""
+    """Two layers, or enough for one of each kind; with experts in every second layer enough for two that have some; with unlike
+    numbers of experts enough for one with each."""
     freq, offset, pattern = config.moe.moe_layer_freq, config.moe.moe_layer_offset, config.moe.moe_layer_pattern
+    numbers = set(expert_counts(config).values())
+    least = moe_layers(config)[len(numbers) - 1] + 1 if len(numbers) > 1 else 0
     if pattern is not None:
-        return max(2, *(pattern.index(kind) + 1 for kind in set(pattern)))
-    return min(config.model.num_layers, offset + freq + 1 if freq <= 2 else freq)
+        return max(2, least, *(pattern.index(kind) + 1 for kind in set(pattern)))
+    return max(least, min(config.model.num_layers, offset + freq + 1 if freq <= 2 else freq))
 
 
 def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
-    if moe.num_moe_experts is None:
+    if not moe.has_experts:
         return
-    moe.num_moe_experts = _experts(moe, world_size)
+    numbers: dict[int, int] = {}
+    for number in sorted(set(expert_counts(config).values())):  # unlike ones stay so
+        numbers[number] = _experts(moe, number, 1 + max(numbers.values(), default=0), world_size)
+    if moe.num_moe_experts is not None:
+        moe.num_moe_experts = numbers[moe.num_moe_experts]
+    if moe.num_moe_experts_per_layer is not None:
+        moe.num_moe_experts_per_layer = [numbers[number] for number in moe.num_moe_experts_per_layer]
     moe.moe_ffn_hidden_size = similar(expert_width(config), EXPERT, world_size)
     if moe.moe_shared_expert_intermediate_size is not None:
         shared = similar(moe.moe_shared_expert_intermediate_size, SHARED, world_size)
@@ -111,16 +124,15 @@ def _shrink_experts(moe: MoeConfig, config: Config, world_size: int) -> None:
         moe.moe_loss_coeff_ramp = [0, 4]  # the steps that are compared are on the way
 
 
-def _experts(moe: MoeConfig, world_size: int) -> int:
+def _experts(moe: MoeConfig, number: int, at_least: int, world_size: int) -> int:
     """Twice as many as a token chooses, also within the groups that it may choose from; groups stay equal parts."""
-    assert moe.num_moe_experts is not None
     groups, open_groups = moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1
-    per_group = moe.num_moe_experts // groups
-    least = max(math.ceil(EXPERTS / groups), math.ceil(2 * moe.moe_router_topk / open_groups))
+    per_group = number // groups
+    least = max(math.ceil(max(EXPERTS, at_least) / groups), math.ceil(2 * moe.moe_router_topk / open_groups))
     return groups * next(
         n
         for n in range(min(per_group, least), per_group + 1)
-        if math.gcd(groups * n, world_size) == math.gcd(moe.num_moe_experts, world_size)
+        if math.gcd(groups * n, world_size) == math.gcd(number, world_size)
     )
 
 

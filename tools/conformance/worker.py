@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from recipes import collectives, groups
-from recipes.config import Config, MoeBackend, MoeConfig, OptimizerName, Precision
+from recipes.config import Config, MoeBackend, OptimizerName, Precision
 from recipes.data.loader import step_indices
 from recipes.engine import make_engine
 from recipes.launcher import rank_environment
-from recipes.logical import LocalParameter, Piece
+from recipes.logical import LocalParameter, Piece, expert_counts
 from recipes.model.gpt import GPT, registry
 from recipes.moe.router import Routing
 from recipes.topology import Layout, Role, layout_of
@@ -117,9 +117,10 @@ def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
     """The model and its registry, its experts as if in training: not equally busy in the step before, with unlike biases."""
     model = GPT(config, layout)
     if model.moe is not None:
-        random, shape = np.random.default_rng(config.run.seed), model.moe.previous_NE.shape
-        counts_NE, bias_NE = random.integers(1, 20, shape), random.uniform(-0.05, 0.05, shape)
-        model.moe.load({"previous_counts": counts_NE.tolist(), "bias": bias_NE.tolist()})
+        random = np.random.default_rng(config.run.seed)
+        counts = [random.integers(1, 20, number).tolist() for number in model.moe.num_experts]
+        bias = [random.uniform(-0.05, 0.05, number).tolist() for number in model.moe.num_experts]
+        model.moe.load({"previous_counts": counts, "bias": bias})
     return model, registry(model, config)
 
 
@@ -245,7 +246,7 @@ class _Plain:
             {
                 "params": [entry.parameter],
                 "weight_decay": settings.weight_decay if entry.weight_decay else 0.0,
-                "lr": rate * _lr_scale(self.config.moe, entry.pieces[0].name),
+                "lr": rate * _lr_scale(self.config, entry.pieces[0].name),
             }
             for entry in self.entries
         ]
@@ -263,15 +264,15 @@ class _Plain:
         }
 
 
-def _lr_scale(moe: MoeConfig, name: str) -> float:
+def _lr_scale(config: Config, name: str) -> float:
     """Learning rate of a logical tensor as a multiple of the dense weights'."""
+    moe = config.moe
     if name.endswith(".moe.router.weight"):
         return moe.moe_router_lr_scale
     if ".moe.experts." not in name:
         return 1.0
-    assert moe.num_moe_experts is not None
-    scale = moe.moe_expert_lr_scale
-    return math.sqrt(moe.moe_router_topk / moe.num_moe_experts) if scale is None else scale
+    scale, count = moe.moe_expert_lr_scale, expert_counts(config)[int(name.split(".")[1])]
+    return math.sqrt(moe.moe_router_topk / count) if scale is None else scale
 
 
 def _whole_routes(recorder: Recorder, config: Config) -> dict[int, np.ndarray]:

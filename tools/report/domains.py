@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recipes.logical import expert_counts
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DomainUse:
-    """counts_DNE: assignments of tokens of D domains to E experts in N layers (a token has one per expert it goes to)."""
+    """counts_DNE: assignments of tokens of D domains to up to E experts in N layers (a token has one per expert it goes to)."""
 
     domains: list[str]
     layers: list[int]  # their global numbers, from 0
     step: int  # of the checkpoint
-    counts_DNE: np.ndarray
+    counts_DNE: np.ndarray  # 0 behind a layer's own experts
 
     @property
     def share_DNE(self) -> np.ndarray:
@@ -59,17 +61,16 @@ def _count(model: GPT, eval_set: EvalSet, eod: int) -> np.ndarray:
     from recipes.train.batch import model_inputs
 
     device = next(model.parameters()).device
-    assert model.moe is not None and model.config.moe.num_moe_experts is not None
-    layers, num_experts = model.moe.layers, model.config.moe.num_moe_experts
-    counts_NE = np.zeros((len(layers), num_experts), dtype=np.int64)
+    layers = expert_counts(model.config)
+    counts_NE = np.zeros((len(layers), max(layers.values())), dtype=np.int64)
     for batch in eval_set:
         inputs = model_inputs(batch.tokens_BS1, eod, model.config.data, device)
         with _routing(model) as chosen, torch.inference_mode():
             model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
         real_B = torch.from_numpy(batch.weight_B > 0).to(device)
-        for row, layer in enumerate(layers):
+        for row, (layer, num_experts) in enumerate(layers.items()):
             chosen_SBE = chosen[layer].view(-1, len(real_B), num_experts)  # tokens in the order of [S, B]
-            counts_NE[row] += chosen_SBE[:, real_B].sum((0, 1)).cpu().numpy()
+            counts_NE[row, :num_experts] += chosen_SBE[:, real_B].sum((0, 1)).cpu().numpy()
     return counts_NE
 
 

@@ -127,8 +127,11 @@ def optimizer_curves(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def expert_load(run: Run, layers: Sequence[int]) -> Figure:
-    """Share of each expert in the last steps, layer by layer, and the imbalance of each layer over the run."""
+def expert_load(run: Run, layers: Mapping[int, int]) -> Figure:
+    """Share of each expert in the last steps, layer by layer, and the imbalance of each layer over the run.
+
+    `layers`: global number -> experts. Where these are unlike, shares are shown as multiples of an even one.
+    """
     from matplotlib.colors import TwoSlopeNorm
 
     assert run.counts_TNE is not None
@@ -136,13 +139,23 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
     last = min(LAST_STEPS, len(counts_TNE))
     load_NE = counts_TNE[-last:].sum(axis=0)
     share_NE = load_NE / load_NE.sum(axis=1, keepdims=True).clip(min=1)
+    experts_N = np.array(list(layers.values()))
+    own_NE = np.arange(share_NE.shape[1]) < experts_N[:, None]
     figure, (left, right) = _panels(1, 2, height=max(3.4, 1.8 + 0.42 * len(layers)), widths=(1.35, 1))
-    even = 100 / share_NE.shape[1]
-    norm = TwoSlopeNorm(even, vmin=0, vmax=max(2 * even, 100 * share_NE.max()))  # white is an even share
-    image = _shares(left, share_NE, [f"layer {layer}" for layer in layers], "RdBu_r", norm)
+    labels = [f"layer {layer}" for layer in layers]
+    if own_NE.all():
+        even = 100 / share_NE.shape[1]
+        norm = TwoSlopeNorm(even, vmin=0, vmax=max(2 * even, 100 * share_NE.max()))  # white is an even share
+        image = _shares(left, share_NE, labels, "RdBu_r", norm)
+        _scale(figure, image, left, "% of tokens")
+    else:
+        times_NE = np.where(own_NE, share_NE * experts_N[:, None], np.nan)
+        norm = TwoSlopeNorm(1, vmin=0, vmax=max(2, np.nanmax(times_NE)))
+        image = _heat_map(left, times_NE, labels, "RdBu_r", norm, digits=2)
+        left.set_xlabel("expert (1 is an even share of its layer)")
+        _scale(figure, image, left, "x even share")
     left.set_title(f"share of tokens, last {last} steps")
-    _scale(figure, image, left, "% of tokens")
-    mean_TN = counts_TNE.mean(axis=2).clip(min=1e-9)
+    mean_TN = (counts_TNE.sum(axis=2) / experts_N).clip(min=1e-9)
     for row, layer in enumerate(layers):
         _curve(right, run.steps_T, counts_TNE[:, row].max(axis=1) / mean_TN[:, row] - 1, row, f"layer {layer}")
     right.set(title=f"imbalance, max_vio ({_smoothing([run])})", xlabel="optimizer steps", ylim=(0, None))
@@ -152,9 +165,9 @@ def expert_load(run: Run, layers: Sequence[int]) -> Figure:
     return figure
 
 
-def expert_gates(run: Run, layers: Sequence[int]) -> Figure:
-    """Mean gate of each expert in the last steps, layer by layer (nothing for an expert without a token), and how far each layer's
-    load moved over the run."""
+def expert_gates(run: Run, layers: Mapping[int, int]) -> Figure:
+    """Mean gate of each expert in the last steps, layer by layer (nothing for an expert without a token, or that a layer does not
+    have), and how far each layer's load moved over the run."""
     from matplotlib.colors import Normalize
 
     assert run.counts_TNE is not None and run.gates_TNE is not None
@@ -220,8 +233,8 @@ def stability(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def domain_experts(use: DomainUse) -> Figure:
-    """One panel per layer: which share of a domain's tokens goes to which expert."""
+def domain_experts(use: DomainUse, layers: Mapping[int, int]) -> Figure:
+    """One panel per layer: which share of a domain's tokens goes to which expert. `layers`: global number -> experts."""
     from matplotlib.colors import Normalize
 
     columns = min(2, len(use.layers))
@@ -229,13 +242,14 @@ def domain_experts(use: DomainUse) -> Figure:
     height = rows * (1.3 + 0.42 * len(use.domains)) + 0.3
     figure, panels = _panels(rows, columns, height=height, squeeze=False)
     share_DNE = use.share_DNE
-    norm = Normalize(0, 100 * max(share_DNE.max(), 2 / share_DNE.shape[2]))
+    norm = Normalize(0, 100 * max(share_DNE.max(), 2 / min(layers.values())))
     for place, axes in enumerate(panels.flat):
         if place >= len(use.layers):
             axes.set_visible(False)
             continue
         labels = use.domains if place % columns == 0 else [""] * len(use.domains)
-        image = _shares(axes, share_DNE[:, place], labels, "Blues", norm)
+        share_DE = share_DNE[:, place, : layers[use.layers[place]]]
+        image = _shares(axes, share_DE, labels, "Blues", norm)
         axes.set_title(f"layer {use.layers[place]}")
     _scale(figure, image, list(panels.flat), "% of tokens")
     return figure

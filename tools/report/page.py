@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import to_plain
-from recipes.logical import moe_layers
+from recipes.logical import expert_counts
 from recipes.telemetry.console import format_duration
 from recipes.telemetry.summary import replace_text
 from tools.report import figures
@@ -94,7 +94,7 @@ def _expert_pictures(number: int, run: Run, use: DomainUse | None) -> Iterator[P
         f"{run.name}: load of the experts",
         "Left: how the tokens of the last steps were shared out. Right: how far the busiest expert was above the mean; 0 is "
         "an even load.",
-        figures.render(lambda: figures.expert_load(run, moe_layers(run.config))),
+        figures.render(lambda: figures.expert_load(run, expert_counts(run.config))),
     )
     if run.gates_TNE is not None:
         yield Picture(
@@ -102,14 +102,14 @@ def _expert_pictures(number: int, run: Run, use: DomainUse | None) -> Iterator[P
             f"{run.name}: gates, and how the load moves",
             "Left: by how much the outputs of an expert are multiplied, on average. Right: the part of each layer's choices that "
             "would have to go to other experts for the load of the step before; a router that has settled is dark.",
-            figures.render(lambda: figures.expert_gates(run, moe_layers(run.config))),
+            figures.render(lambda: figures.expert_gates(run, expert_counts(run.config))),
         )
     if use is not None:
         yield Picture(
             f"domains_{suffix}",
             f"{run.name}: experts by domain",
             f"Where the held-out tokens of each domain go, after step {use.step}; a row is 100 %.",
-            figures.render(lambda: figures.domain_experts(use)),
+            figures.render(lambda: figures.domain_experts(use, expert_counts(run.config))),
         )
 
 
@@ -158,13 +158,13 @@ def _summary_rows(runs: Sequence[Run]) -> list[list[str]]:
     lines = [header]
     for run in runs:
         values = row(run)
-        experts = run.config.moe.num_moe_experts
+        experts = " or ".join(str(count) for count in dict.fromkeys(expert_counts(run.config).values()))
         nll = "not evaluated" if values["nll"] is None else f"{values['nll']:.4f}"
         lines.append(
             [
                 run.name,
                 str(values["seed"]),
-                "none" if experts is None else f"{experts}, top-{run.config.moe.moe_router_topk}",
+                f"{experts}, top-{run.config.moe.moe_router_topk}" if experts else "none",
                 *(f"{values[key]:,}" for key in ("total_params", "active_params", "flops_per_token", "steps")),
                 f"{run.steps * tokens_per_step(run.config):,}",
                 nll,

@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from recipes.config import Config, from_plain
+from recipes.logical import expert_counts
 from recipes.telemetry.jsonl import read_metrics
 
 _TOTAL = "eval/lm_loss"
@@ -49,8 +50,9 @@ class Run:
     grad_norm_T: np.ndarray
     z_loss_T: np.ndarray
     skipped_T: np.ndarray  # steps up to and with this one that were not applied
-    counts_TNE: np.ndarray | None  # tokens of the step that each of E experts in N layers was given; None: no experts
-    gates_TNE: np.ndarray | None  # mean gate of an expert's tokens, NaN without any; None: no experts, or not recorded
+    # Of N layers with up to E experts; what is behind a layer's own is 0 and NaN. None: no experts, or no gates recorded.
+    counts_TNE: np.ndarray | None  # tokens of the step that each expert was given
+    gates_TNE: np.ndarray | None  # mean gate of an expert's tokens, NaN without any
     evaluations: list[Evaluation]
 
     @property
@@ -164,27 +166,43 @@ def _number(path: Path, row: dict[str, Any], key: str) -> float:
 
 
 def _counts(path: Path, rows: Sequence[dict[str, Any]], config: Config) -> np.ndarray | None:
-    if config.moe.num_moe_experts is None:
+    if not config.moe.has_experts:
         return None
     try:
-        counts_TNE = np.array([row[_COUNTS] for row in rows], dtype=np.int64)
+        counts_TNE = _by_layer([row[_COUNTS] for row in rows], config, np.int64, 0)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{path}: {_COUNTS} must be there in every step as layers x experts ({error})") from error
-    if counts_TNE.ndim != 3 or counts_TNE.shape[2] != config.moe.num_moe_experts or counts_TNE.min() < 0:
-        raise ValueError(f"{path}: {_COUNTS} must be counts of layers x {config.moe.num_moe_experts} experts")
+        raise ValueError(f"{path}: {_COUNTS} must be there in every step as {_shape(config)} ({error})") from error
+    if counts_TNE.min() < 0:
+        raise ValueError(f"{path}: {_COUNTS} must be counts")
     return counts_TNE
 
 
 def _gates(path: Path, rows: Sequence[dict[str, Any]], config: Config) -> np.ndarray | None:
-    if config.moe.num_moe_experts is None or not all(_GATES in row for row in rows):
+    if not config.moe.has_experts or not all(_GATES in row for row in rows):
         return None
     try:
-        gates_TNE = np.array([row[_GATES] for row in rows], dtype=float)  # null becomes NaN
+        return _by_layer([row[_GATES] for row in rows], config, np.float64, np.nan)  # null becomes NaN
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {_GATES} must be layers x experts in every step ({error})") from error
-    if gates_TNE.ndim != 3 or gates_TNE.shape[2] != config.moe.num_moe_experts:
-        raise ValueError(f"{path}: {_GATES} must be means of layers x {config.moe.num_moe_experts} experts")
-    return gates_TNE
+        raise ValueError(f"{path}: {_GATES} must be {_shape(config)} in every step ({error})") from error
+
+
+def _by_layer(steps: list[Any], config: Config, kind: type, fill: float) -> np.ndarray:
+    """Numbers of steps, layers and their experts as [T, N, E], filled up behind a layer's own.
+
+    Raises ValueError or TypeError when a layer has not as many as it has experts.
+    """
+    counts = list(expert_counts(config).values())
+    values_TNE: np.ndarray = np.full((len(steps), len(counts), max(counts)), fill, dtype=kind)
+    for step_NE, layers in zip(values_TNE, steps, strict=True):
+        for row_E, count, values in zip(step_NE, counts, layers, strict=True):
+            if len(values) != count:
+                raise ValueError(f"a layer has {len(values)}")
+            row_E[:count] = np.array(values, dtype=kind)
+    return values_TNE
+
+
+def _shape(config: Config) -> str:
+    return f"layers x {' or '.join(str(count) for count in dict.fromkeys(expert_counts(config).values()))} experts"
 
 
 def _evaluations(

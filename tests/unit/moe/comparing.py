@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction, TokenDropPolicy
+from recipes.logical import num_moe_experts
 from recipes.moe import controls
 from tests.distributed.test_gradients import worst
 from tests.unit.moe import oracle
@@ -16,16 +17,16 @@ BOUND = 1e-5
 STEPS = 3  # made before the one that is compared
 
 
-def options_of(config: Config, bias_E: list[float], tokens_BS: torch.Tensor) -> oracle.Options:
-    """The description in the oracle's words."""
+def options_of(config: Config, bias_E: list[float], tokens_BS: torch.Tensor, layer: int) -> oracle.Options:
+    """The description of a layer with as many experts as biases in the oracle's words."""
     moe, assigned = config.moe, None
     keys_T, topk, seed = tokens_BS.t().reshape(-1), moe.moe_router_topk, config.run.seed
     if moe.moe_router_type is RouterType.hash:
-        table_VK = controls.hash_table(config.model.vocab_size, moe.num_moe_experts, topk, seed, layer=0)
+        table_VK = controls.hash_table(config.model.vocab_size, len(bias_E), topk, seed, layer)
         assigned = [table_VK[key].tolist() for key in keys_T]
     if moe.moe_router_type is RouterType.random:
         keys_T = controls.prefix_keys(tokens_BS).t().reshape(-1)
-        assigned = controls.random_choice(keys_T, controls.salts(moe.num_moe_experts, seed, 0), topk).tolist()
+        assigned = controls.random_choice(keys_T, controls.salts(len(bias_E), seed, layer), topk).tolist()
     return oracle.Options(
         sigmoid=moe.moe_router_score_function is ScoreFunction.sigmoid,
         renormalise=moe.moe_router_norm_topk_prob,
@@ -69,20 +70,24 @@ def auxiliary(config: Config, routed: oracle.Routed, previous_E: list[int]) -> t
     return weights[0] * balance + weights[1] * oracle.z_loss(routed.logits_TE)
 
 
-def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, bound: float = BOUND) -> oracle.Routed:
-    """Output and gradients of one training step of a layer, and its output in evaluation, are the oracle's."""
-    weights = random_weights(config, seed)
-    layer = build(config, weights)
-    device = layer.context.report.device
-    previous_E = previous_E or [1] * config.moe.num_moe_experts
+def compare(
+    config: Config, seed: int = 0, previous_E: list[int] | None = None, bound: float = BOUND, number: int = 0
+) -> oracle.Routed:
+    """Output and gradients of one training step of layer `number`, and its output in evaluation, are the oracle's."""
+    weights = random_weights(config, seed, number)
+    layer = build(config, weights, number=number)
+    device, row = layer.context.report.device, layer.context.layers.index(number)
+    experts = num_moe_experts(config, number)
+    previous_E = previous_E or [1] * experts
     generator = torch.Generator().manual_seed(seed + 1)
-    bias_E = (0.3 * torch.randn(config.moe.num_moe_experts, generator=generator)).tolist()
-    rows = len(layer.context.layers)
-    layer.context.load({"previous_counts": [previous_E] * rows, "bias": [bias_E] * rows, "steps": STEPS})
+    bias_E = (0.3 * torch.randn(experts, generator=generator)).tolist()
+    state = layer.context.state() | {"steps": STEPS}
+    state["previous_counts"][row], state["bias"][row] = previous_E, bias_E
+    layer.context.load(state)
     shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden_size)
     tokens_BS = torch.randint(0, config.model.vocab_size, shape[1::-1], generator=generator)
     layer.context.begin(tokens_BS.to(device))
-    options = options_of(config, bias_E, tokens_BS)
+    options = options_of(config, bias_E, tokens_BS, number)
     x_SBH, pull = (torch.randn(shape, generator=generator) for _ in range(2))
 
     own_SBH = x_SBH.to(device, copy=True).requires_grad_()
@@ -99,11 +104,11 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
         if count == 0:
             assert not any(grad.any() for name, grad in found.items() if name.startswith(f"experts.{expert}."))
 
-    report, experts = layer.context.report[0].tolist(), config.moe.num_moe_experts
-    counts, gates, (tokens, dropped, *_) = report[:experts], report[experts : 2 * experts], report[2 * experts :]
-    assert counts == routed.counts_E
+    report, most = layer.context.report.tolist(), layer.context.previous_NE.shape[1]
+    counts, gates, (tokens, dropped, *_) = report[row][:most], report[row][most : 2 * most], report[row][2 * most :]
+    assert counts == routed.counts_E + [0] * (most - experts) and not any(gates[experts:])
     assert tokens == len(routed.chosen) and dropped == sum(routed.counts_E) - len(routed.kept)
-    for expert, total in enumerate(gates):
+    for expert, total in enumerate(gates[:experts]):
         choices = [zip(*row, strict=True) for row in zip(routed.chosen, routed.gates, strict=True)]
         wanted = sum(gate.item() for pairs in choices for chosen, gate in pairs if chosen == expert)
         assert abs(total - wanted) < 1e-4 * max(1, wanted)
@@ -111,5 +116,5 @@ def compare(config: Config, seed: int = 0, previous_E: list[int] | None = None, 
         evaluated = layer.eval()(own_SBH)[0].cpu()
         wanted_out = expected(config, exact["x"], exact, options, training=False).out_SBH
     assert worst({"out": evaluated}, {"out": wanted_out})[0] <= bound
-    assert layer.context.report[0].tolist() == report  # evaluation is not counted
+    assert layer.context.report.tolist() == report  # evaluation is not counted
     return routed

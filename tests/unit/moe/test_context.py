@@ -25,9 +25,9 @@ def test_load_metrics_by_hand():
         "entropy": torch.tensor([4 * math.log(2), 4 * math.log(4)]),
     }
     gates_NE = torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
-    diverged = load_metrics(counts_NE, gates_NE * math.nan, sums, torch.ones(2, 4))
+    diverged = load_metrics(counts_NE, gates_NE * math.nan, sums, torch.ones(2, 4), [4, 4])
     assert diverged["moe/gate_mean_per_expert"] == [[None] * 4] * 2  # JSON has no other word for it
-    metrics = load_metrics(counts_NE, gates_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]))
+    metrics = load_metrics(counts_NE, gates_NE, sums, torch.tensor([[3, 1, 2, 2], [1, 1, 1, 1]]), [4, 4])
     assert metrics["moe/gate_mean"] == pytest.approx((4 / 8 + 2 / 8) / 2)
     assert metrics["moe/gate_mean_per_expert"] == [[0.5, 0.5, None, None], [0.25] * 4]
     assert metrics["moe/routing_change"] == pytest.approx((0.5 * (0.375 + 0.125 + 0.25 + 0.25) + 0) / 2)
@@ -199,5 +199,5 @@ def test_state_is_json_and_comes_back():
     second.load(json.loads(json.dumps(first.state())))
     assert torch.equal(first.previous_NE, second.previous_NE) and second.previous_NE.dtype == torch.int64
     assert torch.equal(first.bias_NE, second.bias_NE) and second.bias_NE.dtype == torch.float32 and second.steps == 7
-    with pytest.raises(ValueError, match=r"bias of shape \[1, 3\], the model has \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"bias of \[3\] experts by layer, the model has \[4\]"):
         second.load({"bias": [[0.0] * 3]})
