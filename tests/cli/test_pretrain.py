@@ -185,6 +185,16 @@ def test_dry_run_of_experts_shows_how_they_are_shared_out(capsys):
     assert sizes["total_params"] > 2 * sizes["active_params"]
 
 
+def test_dry_run_of_a_pyramid_shows_the_experts_of_each_layer(capsys):
+    words = ["experiment=pr_moe_4e_8e", "parallel.expert_model_parallel_size=2", "parallel.data_parallel_size=2"]
+    assert pretrain.main([*words, "--dry-run", "--json", "plan.json"]) == 0
+    out, sizes = " ".join(capsys.readouterr().out.replace("│", " ").split()), json.loads(Path("plan.json").read_text())
+    assert "4 x 1 layer + 8 x 1 layer, top-1, width 192" in out
+    assert "EP 2: 2 of the 4, 4 of the 8 experts of a layer on each rank" in out
+    assert sizes["num_moe_experts_per_layer"] == [4, 8]
+    assert sizes["total_params"] - sizes["active_params"] == (3 + 7) * 3 * 128 * 192
+
+
 def test_one_process_plans_for_all_ranks_that_the_description_asks_for(capsys):
     words = [
         "experiment=switch_8e",

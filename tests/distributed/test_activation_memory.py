@@ -185,6 +185,13 @@ def test_other_blocks(run_ranks):
         shaped(recompute=("core_attn",), **positions),
         shaped(**positions),
         shaped(tiny_moe_config, moe__moe_router_topk=1, moe__moe_router_pre_softmax=True, moe__moe_layer_freq=1),
+        shaped(
+            tiny_moe_config,
+            moe__num_moe_experts=None,
+            moe__num_moe_experts_per_layer=[4, 32],  # in layers 0 and 2: logits of 32 are seen in the sum
+            moe__moe_use_residual=True,
+            moe__moe_shared_expert_intermediate_size=64,
+        ),
         shaped(tiny_moe_config, moe__moe_expert_capacity_factor=0.5, moe__moe_shared_expert_intermediate_size=64),
     ]
     compare(run_ranks, 1, configs)

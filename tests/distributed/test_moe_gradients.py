@@ -47,6 +47,24 @@ def test_routing_scopes_and_shapes(run_ranks, backend):
     check(run_ranks("gradient_cases", 2, cases), bound=1e-5)
 
 
+UNLIKE = {"model__num_layers": 3, "moe__moe_layer_freq": 1, "moe__num_moe_experts": None}
+UNLIKE |= {"moe__num_moe_experts_per_layer": [4, 8, 2], "moe__moe_use_residual": True}
+UNLIKE |= {"moe__moe_shared_expert_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("backend", MoeBackend)
+@pytest.mark.parametrize(("world_size", "expert_parallel"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_unlike_numbers_of_experts(run_ranks, world_size, expert_parallel, backend):
+    """4, 8 and 2 experts in three layers: every ZeRO stage, every scope of the balance loss."""
+    changes = UNLIKE | {"parallel__expert_model_parallel_size": expert_parallel, "moe__backend": backend}
+    cases = [
+        case(world_size, 2, zero__stage=stage, moe__aux_loss_scope=scope, **changes)
+        for stage, scope in zip((0, 1, 2), AuxLossScope, strict=True)
+    ]
+    cases[0]["config"].optimizer.clip_grad = 0.05
+    check(run_ranks("gradient_cases", world_size, cases), bound=1e-5)
+
+
 def test_a_doubled_expert_gradient_is_caught_and_named(run_ranks):
     broken = case(2, zero__stage=1, parallel__expert_model_parallel_size=2)
     broken["fault"] = "layers.0.moe.experts.2.down.weight"  # the hook acts on the stack of experts 2 and 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recipes.config import Config, MoeBackend, OptimizerName
+from recipes.logical import expert_counts
 from recipes.topology import Layout, Role, layout_of
 from tests.tiny import tiny_config, tiny_moe_config
 
@@ -41,12 +42,17 @@ def start(rank: int) -> None:
     start_process(tiny_config(), rank_environment(os.environ))
 
 
-def initial_digests(rank: int, world_size: int, config: Config, equal_experts: bool) -> dict[str, Any]:
-    """SHA-256 of every initial logical tensor of this rank. `equal_experts`: a planted fault."""
+def initial_digests(rank: int, world_size: int, config: Config, fault: str | None) -> dict[str, Any]:
+    """SHA-256 of every initial logical tensor of this rank. `fault`, if planted: "equal" or "first layer"."""
+    from recipes import logical
     from recipes.model import gpt
 
     start(rank)
-    if equal_experts:
+    if fault == "first layer":  # where a rank's experts begin follows from the number of the first layer
+        pieces, number = logical._moe_pieces, expert_counts(config)[0]
+        first = rank % config.parallel.expert_model_parallel_size * number // config.parallel.expert_model_parallel_size
+        logical._moe_pieces = lambda *arguments: pieces(*arguments[:-1], first)
+    if fault == "equal":
         draw = gpt.initial_value
         zeroth = lambda tensor: type(tensor)(_of_expert_zero(tensor.name), tensor.shape, tensor.std, tensor.init)  # noqa: E731
         gpt.initial_value = lambda tensor, seed: draw(zeroth(tensor), seed)
@@ -67,17 +73,16 @@ def _of_expert_zero(name: str) -> str:
 def check_births(config: Config, results: list[dict[str, str]]) -> None:
     """All experts differ from each other, what several ranks hold is the same, each rank holds its share."""
     size = config.parallel.expert_model_parallel_size
-    local = config.moe.num_moe_experts // size
     union: dict[str, str] = {}
     for rank, digests in enumerate(results):
-        held = {int(name.split(".")[4]) for name in digests if ".experts." in name}
-        first = rank % size * local
-        assert held == set(range(first, first + local)), f"rank {rank} holds experts {held}"
+        for layer, count in expert_counts(config).items():
+            held = {int(name.split(".")[4]) for name in digests if f"layers.{layer}.moe.experts." in name}
+            first, local = rank % size * (count // size), count // size
+            assert held == set(range(first, first + local)), f"rank {rank} holds experts {held} of layer {layer}"
         for name, digest in digests.items():
             assert union.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
     experts = [digest for name, digest in union.items() if ".experts." in name]
-    layers = len(range(0, config.model.num_layers, config.moe.moe_layer_freq))
-    assert len(experts) == layers * config.moe.num_moe_experts * 3
+    assert len(experts) == sum(expert_counts(config).values()) * 3
     assert len(set(experts)) == len(experts), "experts are born equal"
 
 
@@ -86,10 +91,10 @@ def check_births(config: Config, results: list[dict[str, str]]) -> None:
 def test_experts_are_born_different_and_all_else_equal(run_ranks, world_size, size, backend):
     config = tiny_moe_config(moe__num_moe_experts=8, moe__moe_layer_freq=1, moe__backend=backend)
     config.parallel.expert_model_parallel_size = size
-    results = run_ranks(f"{HERE}:initial_digests", world_size, config, False)
+    results = run_ranks(f"{HERE}:initial_digests", world_size, config, None)
     check_births(config, results)
     if world_size == 4 and size == 4:
-        one_process = run_ranks(f"{HERE}:initial_digests", 1, config_of_one(config), False)[0]
+        one_process = run_ranks(f"{HERE}:initial_digests", 1, config_of_one(config), None)[0]
         assert {name: digest for rank in results for name, digest in rank.items()} == one_process
 
 
@@ -100,8 +105,18 @@ def config_of_one(config: Config) -> Config:
 
 def test_experts_born_equal_are_caught(run_ranks):
     config = tiny_moe_config(moe__num_moe_experts=8, parallel__expert_model_parallel_size=2)
-    results = run_ranks(f"{HERE}:initial_digests", 2, config, True)
+    results = run_ranks(f"{HERE}:initial_digests", 2, config, "equal")
     with pytest.raises(AssertionError, match="born equal"):
+        check_births(config, results)
+
+
+@pytest.mark.parametrize("backend", MoeBackend)
+def test_every_layer_of_a_pyramid_is_shared_out_by_its_own_number(run_ranks, backend):
+    config = tiny_moe_config(moe__num_moe_experts=None, moe__num_moe_experts_per_layer=[4, 8], moe__backend=backend)
+    config.moe.moe_layer_freq, config.parallel.expert_model_parallel_size = 1, 2
+    check_births(config, run_ranks(f"{HERE}:initial_digests", 2, config, None))
+    results = run_ranks(f"{HERE}:initial_digests", 2, config, "first layer")
+    with pytest.raises(AssertionError, match=r"rank 1 holds experts \{2, 3, 4, 5\} of layer 1"):
         check_births(config, results)
 
 

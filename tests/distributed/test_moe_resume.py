@@ -34,6 +34,9 @@ def moe_training_config(data: Path, folder: Path, **changes: Any) -> Config:
     config.parallel.sequence_parallel = config.parallel.tensor_model_parallel_size > 1
     config.parallel.expert_tensor_parallel_size = 1
     config.train.precision = changes.pop("precision", Precision.fp32)
+    if counts := changes.pop("counts", None):
+        moe.num_moe_experts, moe.num_moe_experts_per_layer, moe.moe_layer_freq = None, counts, 1
+        moe.moe_router_enable_expert_bias = moe.backend is MoeBackend.grouped
     assert not changes
     return config
 
@@ -75,6 +78,8 @@ CASES = [
     {"expert_parallel": 2, "stage": 0},
     {"expert_parallel": 2, "stage": 2, "precision": Precision.bf16},
     {"expert_parallel": 2, "tensor_parallel": 2},
+    {"counts": [4, 6], "expert_parallel": 2, "stage": 2},
+    {"counts": [6, 4], "expert_parallel": 2, "precision": Precision.bf16},
 ]
 
 
@@ -135,6 +140,26 @@ def test_layouts_and_backends_write_the_same_tensors(run_ranks, tiny_data, tmp_p
         target = tmp_path / f"{world_size}-{layout}-{stage}-{backend.name}"
         run_ranks("resave", world_size, other, stage, str(target))
         assert digests(target) == expected, target.name
+
+
+def test_layouts_write_the_same_tensors_of_unlike_numbers_of_experts(run_ranks, tiny_data, tmp_path):
+    config = moe_training_config(tiny_data, tmp_path / "first", expert_parallel=2, counts=[4, 8])
+    run_ranks("run_job", 2, config)
+    expected = digests(tmp_path / "first")
+    names = {name.removeprefix("model:") for name in expected if name.startswith("model:")}
+    assert names == logical_tensors(config).keys()
+    for layer, count in enumerate((4, 8)):
+        assert len([name for name in names if f"layers.{layer}.moe.experts." in name]) == 3 * count
+        assert len(router_state(tmp_path / "first", 10)["bias"][layer]) == count
+    for world_size, size, stage in ((1, 1, 1), (2, 1, 2), (4, 4, 0)):
+        other = copy.deepcopy(config)
+        other.parallel.expert_model_parallel_size = size
+        target = tmp_path / f"{world_size}-{size}-{stage}"
+        run_ranks("resave", world_size, other, stage, str(target))
+        assert digests(target) == expected, target.name
+        assert router_state(target, 10) == router_state(tmp_path / "first", 10)
+    logits = run_ranks("tests.distributed.test_moe_resume:opened_logits", 1, config.run.dir)[0]
+    assert torch.isfinite(logits).all()
 
 
 def opened_logits(rank: int, world_size: int, folder: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ from recipes.validation import prepare, problems
 from recipes.validation.layouts import legal_layouts
 from tests.tiny import change, tiny_config
 
+UNLIKE = {"moe__num_moe_experts_per_layer": [4, 6], "moe__moe_ffn_hidden_size": 24}
 EXPERTS = {"moe__num_moe_experts": 8, "moe__moe_ffn_hidden_size": 24}
 
 
@@ -126,6 +127,26 @@ CASES = [
         | {"parallel__expert_tensor_parallel_size": 1},
         4,
         ["moe.num_moe_experts=6 must be divisible by parallel.expert_model_parallel_size=4; try 4 or 8"],
+    ),
+    (
+        UNLIKE | {"parallel__expert_model_parallel_size": 4},
+        4,
+        ["moe.num_moe_experts_per_layer[1]=6 must be divisible by parallel.expert_model_parallel_size=4; try 4 or 8"],
+    ),
+    (
+        UNLIKE | {"parallel__expert_model_parallel_size": 8, "moe__num_moe_experts_per_layer": [8, 16]},
+        4,
+        ["expert_model_parallel_size=8 must divide the data-parallel size 4", "use one of 1, 2, 4, or start 8"],
+    ),
+    (
+        UNLIKE | {"zero__stage": 3},
+        2,
+        ["zero.stage=3 with moe.num_moe_experts_per_layer=[4,6]"],
+    ),
+    (
+        UNLIKE | {"model__add_bias_linear": True},
+        2,
+        ["model.add_bias_linear=true with moe.num_moe_experts_per_layer=[4,6]"],
     ),
     (
         TP4 | EXPERTS | {"moe__moe_ffn_hidden_size": 26, "parallel__expert_tensor_parallel_size": 3},

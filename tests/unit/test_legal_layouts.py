@@ -12,7 +12,7 @@ from recipes.topology import Layout, layout_of
 from recipes.validation import prepare
 from recipes.validation.layouts import layout_problems, legal_layouts, with_layout
 from tests.tiny import tiny_config, tiny_moe_config
-from tests.unit.test_layouts import EXPERTS, PP2, TP2, _config, _problems
+from tests.unit.test_layouts import EXPERTS, PP2, TP2, UNLIKE, _config, _problems
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ from tests.unit.test_layouts import EXPERTS, PP2, TP2, _config, _problems
         (tiny_moe_config(model__num_query_groups=4), 4, 63 + 16),
         (tiny_moe_config(model__num_query_groups=4), 8, 75 + 42),
         (tiny_moe_config(train__global_batch_size=2), 4, 30 + 16),  # the batch cannot be shared by 4
+        (tiny_moe_config(**UNLIKE, moe__num_moe_experts=None, moe__moe_layer_freq=1), 4, 30 + 16),  # 4 and 6: no EP 4
         (_config(zero__overlap_comm=True), 2, 6),  # without stage 0, without a pipeline
         (_config(zero__offload_optimizer=True, train__precision=Precision.bf16), 2, 6 + 1),
         (_config(zero__offload_optimizer=True), 2, 6 + 1),
@@ -43,7 +44,7 @@ def test_all_legal_layouts_are_listed_once(config, world_size, count, tmp_path):
         if etp in (1, tp) and world_size % (tp * pp) == 0 and world_size % (pp * ep * etp) == 0
         if tp > 1 or not sequence
     ]
-    experts = config.moe.num_moe_experts is not None
+    experts = config.moe.has_experts
     legal = [
         layout
         for layout in everything

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipes.config import AuxLossScope, Config, RouterType, ScoreFunction, SecondExpert, to_plain
-from recipes.plan.size import flops_per_token
+from recipes.plan.size import flops_per_token, total_parameters
 from recipes.pretrain import compose
 
 EXPERIMENTS = (
@@ -17,6 +17,7 @@ EXPERIMENTS = (
     "st_moe_8e",
     "deepseek_v3_32e",
     "olmoe_32e",
+    "pr_moe_4e_8e",
     "expert_choice_8e",
     "hash_8e",
     "random_8e",
@@ -76,6 +77,13 @@ def test_what_helps_against_divergence_is_the_only_difference(name, keys):
     plain, helped = flat(composed("experiment=spike_8e")), flat(composed(f"experiment={name}"))
     assert {key for key in plain if plain[key] != helped[key]} == keys | {"run.name"}
     assert plain["moe.moe_z_loss_coeff"] == plain["train.spike_factor"] == plain["optimizer.clip_grad"] == 0
+
+
+def test_the_pyramid_has_the_size_that_was_published():
+    config = compose(["experiment=pr_moe_1b3_64gpu_h100_bf16"])
+    assert round(total_parameters(config) / 1e9) == 31  # arXiv 2201.05596, table 4
+    laptop, residual = composed("experiment=pr_moe_4e_8e"), composed("experiment=residual_8e")
+    assert total_parameters(residual) - total_parameters(laptop) == 4 * (3 * 128 * 192 + 128)
 
 
 def flat(config: Config) -> dict[str, Any]:

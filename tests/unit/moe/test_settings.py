@@ -15,6 +15,7 @@ CHOICE = {"moe_router_type": RouterType.expert_choice, "moe_aux_loss_coeff": 0.0
 SINKHORN = {"moe_router_type": RouterType.sinkhorn}
 HASH = {"moe_router_type": RouterType.hash, "moe_aux_loss_coeff": 0.0}
 SAMPLED = {"moe_second_expert": SecondExpert.sampled, "moe_router_topk": 2}
+PYRAMID = {"num_moe_experts": None, "num_moe_experts_per_layer": [4, 8, 8, 16]}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 NOT_DEEPSPEED = [
@@ -105,6 +106,17 @@ def found(config: Config) -> list[str]:
         ({"moe_layer_pattern": [0, 0, 0, 0]}, ["pattern=[0,0,0,0]", "at least once"]),
         ({"moe_layer_pattern": [0, 1, 2, 0]}, ["pattern=[0,1,2,0]", "0 or 1"]),
         ({"moe_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": 2}, ["moe_layer_freq=2", "no effect", "=null"]),
+        ({"num_moe_experts_per_layer": [4, 8, 8, 8]}, ["num_moe_experts=8 has no effect", "layer=[4,8,8,8]", "=null, or"]),
+        (PYRAMID | {"num_moe_experts_per_layer": []}, ["layer=[] must have one", "has 0, but 4", "(0, 1, 2, 3, from 0)", "null"]),
+        (PYRAMID | {"num_moe_experts_per_layer": [8]}, ["per_layer=[8]", "has 1, but 4 layers", "give 4", "num_moe_experts=8"]),
+        (PYRAMID | {"moe_layer_freq": 2}, ["layer=[4,8,8,16]", "has 4, but 2 layers have experts (0, 2, from 0)", "give 2"]),
+        (PYRAMID | {"moe_layer_pattern": [0, 1, 0, 1]}, ["layer=[4,8,8,16]", "has 4, but 2 layers", "(1, 3, from 0)"]),
+        (PYRAMID | {"moe_layer_pattern": [0, 1]}, ["pattern=[0,1]"]),  # whose layers nobody can count
+        (PYRAMID | {"num_moe_experts_per_layer": [4, 8, 0, 16]}, ["per_layer[2]=0 must be at least 1", "moe_layer_pattern"]),
+        (PYRAMID | {"moe_router_topk": 5}, ["topk=5 must be at most moe.num_moe_experts_per_layer[0]=4"]),
+        (PYRAMID | GROUPS | {"num_moe_experts_per_layer": [8, 6, 9, 6], "moe_router_num_groups": 3, "moe_router_topk": 2},
+         ["per_layer[0]=8 must be divisible", "num_groups=3", "6 or 9"]),
+        (PYRAMID | GROUPS, ["topk=4", "2 groups have 2 experts", "more or larger"]),
         ({"moe_shared_expert_gate": True}, ["shared_expert_gate=true", "intermediate_size", "=false"]),
         ({"moe_use_residual": True}, ["use_residual=true", "intermediate_size", "=false"]),
         (SHARED | {"moe_shared_expert_gate": True, "moe_use_residual": True}, ["gate=true", "residual=true", "one of"]),
@@ -136,6 +148,10 @@ def test_each_problem_is_one_message_with_a_way_out(changes, expected):
         {"moe_loss_coeff_ramp": [0, 9], "moe_z_loss_coeff_end": 0.1, "backend": MoeBackend.deepspeed},
         CHOICE | {"moe_expert_capacity_factor": 1.5, "moe_min_capacity": 2, "moe_z_loss_coeff": 0.1},
         CHOICE | SIGMOID | {"moe_min_capacity": 2, "moe_router_topk_scaling_factor": 2.0, "moe_input_jitter_eps": 0.1},
+        PYRAMID | SHARED | {"moe_use_residual": True, "backend": MoeBackend.deepspeed},
+        PYRAMID | {"num_moe_experts_per_layer": [4, 8], "moe_layer_freq": 2, "moe_layer_offset": 1},
+        PYRAMID | {"num_moe_experts_per_layer": [4, 8], "moe_layer_pattern": [0, 1, 1, 0]},
+        PYRAMID | GROUPS | {"moe_router_topk": 2},
         {"moe_layer_pattern": [0, 1, 1, 1], "moe_expert_dropout": 0.4, "moe_init_scale": 0.1},
         SHARED | {"moe_shared_expert_gate": True},
         SHARED | {"moe_use_residual": True, "backend": MoeBackend.deepspeed, "moe_init_scale": 0.1},

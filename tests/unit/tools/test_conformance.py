@@ -70,6 +70,27 @@ class TestShrink:
         config.train.global_batch_size = small.train.global_batch_size
         assert legal_layouts(small, world_size) == legal_layouts(config, world_size)
 
+    @pytest.mark.parametrize(
+        ("overrides", "small"),
+        [
+            (["moe.num_moe_experts_per_layer=[4,64]"], [4, 8]),
+            (["moe.num_moe_experts_per_layer=[64,128]"], [8, 12]),  # unlike ones stay so
+            (["moe.num_moe_experts_per_layer=[64,64]"], [8, 8]),
+            (["moe.num_moe_experts_per_layer=[16,16,16,32,64]", "model.num_layers=10"], [8, 12, 16]),
+            (["moe.num_moe_experts_per_layer=[32,8]", "moe.moe_layer_pattern=[1,0,0,1]", "moe.moe_layer_freq=1",
+              "moe.moe_layer_offset=0"], [12, 8]),
+        ],
+    )  # fmt: skip
+    def test_layers_with_unlike_numbers_of_experts_are_kept(self, overrides, small):
+        config = recipe("pr_moe_4e_8e", *overrides)
+        scaled = shrink.shrink(config, 4)
+        assert not problems(scaled, 1, launch_dir=Path.cwd(), dry_run=True)
+        assert scaled.moe.num_moe_experts_per_layer == small
+        config.train.global_batch_size = scaled.train.global_batch_size
+        assert [layout for layout in legal_layouts(scaled, 4) if layout.pipeline_parallel_size == 1] == [
+            layout for layout in legal_layouts(config, 4) if layout.pipeline_parallel_size == 1
+        ]
+
     def test_what_was_scaled_is_told(self):
         config = recipe("qwen3_30b_a3b_64gpu_h100_bf16")
         lines = list(shrink.changes(config, shrink.shrink(config, 4)))

@@ -153,6 +153,40 @@ def test_pictures_of_experts(make, layers, experts):
     assert all(contrast(picture.png) > 0.02 for picture in shown)
 
 
+def test_layers_with_unlike_numbers_of_experts(make):
+    """What a layer does not have is grey, white is an even share of its own, and numbers that do not fit are refused."""
+    folder = make(
+        "pyramid",
+        moe=True,
+        moe__num_moe_experts=None,
+        moe__num_moe_experts_per_layer=[2, 5],
+        moe__moe_layer_freq=1,
+    )
+    run = read_run(folder)
+    assert run.counts_TNE.shape == run.gates_TNE.shape == (40, 2, 5)
+    assert (run.counts_TNE.sum(axis=2) == 128).all() and not run.counts_TNE[:, 0, 2:].any()
+    assert np.isnan(run.gates_TNE[:, 0, 2:]).all() and np.isfinite(run.gates_TNE[:, 0, 1]).all()
+    experts = {0: 2, 1: 5}
+    load = figures.expert_load(run, experts).axes[0].images[0]
+    times_NE = load.get_array().filled(np.nan)
+    np.testing.assert_allclose([times_NE[0, :2].mean(), times_NE[1].mean()], 1)
+    assert np.isnan(times_NE[0, 2:]).all() and load.norm.vcenter == 1
+    gates = figures.expert_gates(run, experts).axes[0].images[0].get_array().filled(np.nan)
+    assert np.isnan(gates[0, 2:]).all()
+    counts_DNE = np.random.default_rng(0).integers(1, 9, (2, 2, 5))
+    counts_DNE[:, 0, 2:] = 0
+    use = DomainUse(["en", "ja"], [0, 1], 40, counts_DNE)
+    panels = figures.domain_experts(use, experts).axes
+    assert [panel.images[0].get_array().shape for panel in panels[:2]] == [(2, 2), (2, 5)]
+    assert all(contrast(picture.png) > 0.02 for picture in pictures([run], {0: use}))
+    path = folder / "metrics.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    first["moe/tokens_per_expert"][0].append(0)
+    path.write_text(json.dumps(first) + "\n")
+    with pytest.raises(ValueError, match="layers x 2 or 5 experts"):
+        read_run(folder)
+
+
 def test_gates_and_change_of_experts(make):
     run = read_run(make("sparse", moe=True))
     assert run.gates_TNE.shape == run.counts_TNE.shape and np.isnan(run.gates_TNE[:, :, 0]).all()
@@ -258,7 +292,7 @@ def test_names_tell_runs_apart(make, tmp_path):
             "step 1: lm_loss='x' must be a number",
         ),
         ("metrics.jsonl", '{"step": 1, "lm_loss": 1}\n', "tokens_per_second must be above 0 in every step"),
-        ("metrics.jsonl", '{"step": 1, "lm_loss": 1, "tokens_per_second": 1}\n', "layers x experts"),
+        ("metrics.jsonl", '{"step": 1, "lm_loss": 1, "tokens_per_second": 1}\n', "in every step as layers x 4"),
         (
             "metrics.jsonl",
             '{"step": 1, "lm_loss": 1, "tokens_per_second": 1, "moe/tokens_per_expert": [[1, 2]]}\n',

@@ -95,6 +95,7 @@ def test_runs_of_other_settings_are_not_mixed_in(study, capsys):
         (["--experts", "0"], "--experts 0"),
         (["--experts", "5"], "switch_5e"),
         (["train.eval_samples=0"], "eval_samples=0"),
+        (["moe.num_moe_experts_per_layer=[4,8]"], "num_moe_experts_per_layer"),
     ],
 )
 def test_bad_input_starts_nothing(tmp_path, monkeypatch, capsys, tiny_data, arguments, message):
