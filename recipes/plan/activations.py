@@ -207,3 +207,9 @@ class _MicroBatch:
         yield "moe", rows * hidden * self.item  # their outputs, for the gates
         if shared:
             yield "moe", tokens * shared // parts * inside * self.item
+        weighed = (
+            2 if moe.moe_use_residual else int(moe.moe_shared_expert_gate)
+        )  # outputs multiplied by weights of tokens
+        yield "moe", tokens * weighed * (hidden * self.item + FP32)
+        if weighed and self.item < FP32:
+            yield "moe", tokens * hidden * FP32  # the input in fp32, for these weights

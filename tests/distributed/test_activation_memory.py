@@ -176,6 +176,7 @@ def test_one_process(run_ranks, make, precision):
 
 def test_other_blocks(run_ranks):
     """Every choice in the description that changes what is kept."""
+    shared = {"moe__moe_shared_expert_intermediate_size": 64, "moe__moe_layer_freq": 1}
     positions = {"data__reset_position_ids": True, "data__reset_attention_mask": True}
     configs = [
         shaped(model__activation=Activation.gelu, model__add_bias_linear=True, model__num_query_groups=4),
@@ -192,6 +193,8 @@ def test_other_blocks(run_ranks):
             moe__moe_use_residual=True,
             moe__moe_shared_expert_intermediate_size=64,
         ),
+        shaped(tiny_moe_config, moe__moe_use_residual=True, **shared, train__precision=Precision.bf16),
+        shaped(tiny_moe_config, moe__moe_shared_expert_gate=True, **shared),
         shaped(tiny_moe_config, moe__moe_expert_capacity_factor=0.5, moe__moe_shared_expert_intermediate_size=64),
     ]
     compare(run_ranks, 1, configs)
