@@ -240,9 +240,7 @@ class ModelConfig:
 class MoeConfig:
     """Experts in place of feed-forward blocks, in megatron-core's field names."""
 
-    num_moe_experts: int | None = (
-        None  # of each MoE layer, over all ranks; if unlike: num_moe_experts_per_layer; both null: dense
-    )
+    num_moe_experts: int | None = None  # of each MoE layer, over all ranks; this and the next null: a dense model
     num_moe_experts_per_layer: list[int] | None = None  # in its place: one number per MoE layer, in order
     backend: MoeBackend = MoeBackend.grouped
     moe_layer_freq: int = 1  # every so many layers have experts
