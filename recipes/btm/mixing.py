@@ -10,7 +10,11 @@ from recipes.plan.size import flops_per_token
 
 
 def mix_moe(btm: BtmConfig, experts: int) -> MoeConfig:
-    """The group `moe` of the mix: an expert per branch, gates from a softmax over the chosen (sec. 2.2)."""
+    """The group `moe` of the mix: an expert per branch, gates from a softmax over the chosen (sec. 2.2).
+
+    The gate of a single choice is its probability among all, as in Switch, lest routers learn nothing: a mix of equal branches
+    is then not that branch at first.
+    """
     top_k = min(btm.mix_topk, experts)
     return MoeConfig(
         num_moe_experts=experts,
