@@ -15,6 +15,7 @@ examples:
   python -m tools.bench train_step --json report/train_step.json
   python -m tools.bench train_step --rounds 12 model.num_layers=8 train.micro_batch_size=8 train.global_batch_size=8
   python -m tools.bench moe_layer --json report/moe_layer.json
+  python -m tools.bench moe_layer --only ours_grouped
   python -m tools.bench moe_layer experts=32 tokens=4096 topk=2 --device cuda
 """
 
@@ -49,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     top.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of moe_layer; cuda is measured in bf16")
+    top.add_argument(
+        "--only",
+        metavar="A,B",
+        help="of moe_layer: these implementations and dense (ours_grouped, mcore ...): what one frees may serve the others",
+    )
     top.add_argument("--json", type=Path, help="also write machine, settings and rows to this file")
     return top
 
@@ -82,7 +88,8 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.benchmark == "moe_layer":
         from tools.bench import moe_layer
 
-        return moe_layer.measure(moe_layer.parse(arguments.overrides, arguments.device), rounds, repeats)
+        shapes, names = moe_layer.parse(arguments.overrides, arguments.device), moe_layer.chosen(arguments.only)
+        return moe_layer.measure(shapes, rounds, repeats, names)
     if arguments.benchmark == "moe_skew":
         from tools.bench import moe_layer, moe_skew
 

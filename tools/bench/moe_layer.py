@@ -49,17 +49,25 @@ def parse(overrides: Sequence[str], device: str) -> list[Shape]:
     return [shape]
 
 
-def measure(shapes: list[Shape], rounds: int, repeats: int) -> list[dict[str, Any]]:
+def chosen(names: str | None) -> list[str]:
+    """The implementations of these names, by comma, and always the dense network; None: all. Raises ValueError for others."""
+    asked = list(IMPLEMENTATIONS) if names is None else names.split(",")
+    if unknown := [name for name in asked if name not in IMPLEMENTATIONS]:
+        raise ValueError(f"--only {names}: unknown {unknown[0]!r}; use some of {','.join(IMPLEMENTATIONS)}")
+    return [name for name in IMPLEMENTATIONS if name == "dense" or name in asked]
+
+
+def measure(shapes: list[Shape], rounds: int, repeats: int, names: Sequence[str]) -> list[dict[str, Any]]:
     """A row per shape and implementation: time over that of the dense network (median and interquartile range of the rounds),
     tokens per second, bytes that the forward pass leaves for the backward pass; on CUDA model FLOPs utilisation."""
     from recipes.train.job import start_process
 
     start_process(Config(), Ranks())
-    return [row for shape in shapes for row in _rows(shape, rounds, repeats)]
+    return [row for shape in shapes for row in _rows(shape, rounds, repeats, names)]
 
 
-def _rows(shape: Shape, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    peers = {name: build(name, shape) for name in IMPLEMENTATIONS}
+def _rows(shape: Shape, rounds: int, repeats: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    peers = {name: build(name, shape) for name in names}
     x_TH, grad_TH = shape.inputs()
     x_TH.requires_grad_()
     work = {name: _step(peer, x_TH, grad_TH) for name, peer in peers.items()}

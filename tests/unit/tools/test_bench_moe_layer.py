@@ -88,7 +88,7 @@ def rows_of(rank: int, world_size: int, shapes: list[Shape]) -> list[dict]:
 
     rounds.time = SimpleNamespace(perf_counter=lambda: now[0])
     moe_layer._step, moe_layer.floor = timed, timed_floor
-    return moe_layer.measure(shapes, rounds=2, repeats=1)
+    return moe_layer.measure(shapes, 2, 1, list(IMPLEMENTATIONS))
 
 
 def test_rows():
@@ -129,6 +129,13 @@ def test_shapes_from_the_command_line():
     ):
         with pytest.raises(ValueError, match=message):
             moe_layer.parse(wrong, "cpu")
+
+
+def test_implementations_from_the_command_line():
+    assert moe_layer.chosen(None) == list(IMPLEMENTATIONS)
+    assert moe_layer.chosen("mcore,ours_grouped") == ["dense", "ours_grouped", "mcore"]
+    with pytest.raises(ValueError, match="--only mcore,tutel: unknown 'tutel'; use some of dense,ours_grouped"):
+        moe_layer.chosen("mcore,tutel")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
