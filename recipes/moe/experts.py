@@ -3,8 +3,9 @@
 L local experts, R rows sorted by expert, H hidden, F expert width, G = 2F for gated experts (gate rows, then up rows), else F.
 
 Indexing `w1[e]` inside autograd would write a gradient of the whole stack per expert; here each expert's matrix product goes
-straight into its slice of one gradient. Rows pass both layers of their expert while they are in the cache. Of the activations
-only the input and what the first matrices make of it are kept.
+straight into its slice of one gradient. Rows pass both layers of their expert while they are in the cache. Kept for the backward
+pass are the input, what the first matrices make of it, the activations unless they are to be made again, and, with gates, the
+results.
 """
 
 from __future__ import annotations

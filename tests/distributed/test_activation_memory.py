@@ -103,7 +103,7 @@ def measured(rank: int, world_size: int, configs: list[Config]) -> list[dict[str
     from recipes.model.gpt import GPT, registry
     from recipes.train.batch import model_inputs
     from recipes.train.job import start_process
-    from tests.distributed.workers import data_place, step_indices, tiny_tokens
+    from tests.distributed.workers import own_rows, tiny_tokens
 
     start_process(configs[0], rank_environment(os.environ))
     plain_again, results = recompute._again, []
@@ -113,7 +113,7 @@ def measured(rank: int, world_size: int, configs: list[Config]) -> list[dict[str
         engine = make_engine(model, registry(model, config), config)
         watch = Watch(model, engine)
         recompute._again = lambda *args, watch=watch: watch.computing_again(plain_again(*args))
-        rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+        rows = own_rows(engine, config, rank)
         batches = [model_inputs(tokens[row].numpy(), 0, config.data, collectives.device()) for row in rows]
         engine.accumulate(batches, tokens[:, 1:].numel())
         bytes_ = {"kept": watch.kept.peak, "again": watch.again.peak, "saved": sum(watch.saved.values())}

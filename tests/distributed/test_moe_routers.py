@@ -76,7 +76,7 @@ def biases_after_steps(rank: int, world_size: int, configs: list[Config]) -> lis
     from recipes.model.gpt import GPT, registry
     from recipes.topology import layout_of
     from recipes.train.job import start_process
-    from tests.distributed.workers import data_place, step_indices, tiny_tokens
+    from tests.distributed.workers import accumulate
     from tests.tiny import tiny_config
 
     start_process(tiny_config(), rank_environment(os.environ))
@@ -86,10 +86,7 @@ def biases_after_steps(rank: int, world_size: int, configs: list[Config]) -> lis
         model = GPT(config, layout)
         engine = make_engine(model, registry(model, config), config)
         for step in range(3):
-            tokens = tiny_tokens(config, step)
-            rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
-            batches = [{"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()} for row in rows]
-            engine.accumulate(batches, tokens[:, 1:].numel())
+            accumulate(engine, config, rank, step)
             engine.gradient_norm()
             engine.skip() if step == 1 else engine.step(0.1)
             model.moe.finish_step(step != 1)

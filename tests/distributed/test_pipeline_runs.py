@@ -29,7 +29,7 @@ def tied_copies(rank: int, world_size: int, config: Config) -> list[torch.Tensor
     from recipes.model.gpt import GPT, registry
     from recipes.topology import layout_of
     from recipes.train.job import start_process
-    from tests.distributed.workers import data_place, step_indices, tiny_tokens
+    from tests.distributed.workers import accumulate
 
     start_process(config, rank_environment(os.environ))
     layout = layout_of(config, world_size)
@@ -38,10 +38,7 @@ def tied_copies(rank: int, world_size: int, config: Config) -> list[torch.Tensor
     weight = model.embedding.table.weight if model.first else model.head.inner.weight
     found = [weight.detach().clone()]
     for step in range(5):
-        tokens = tiny_tokens(config, step)
-        rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
-        batches = [{"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()} for row in rows]
-        engine.accumulate(batches, tokens[:, 1:].numel())
+        accumulate(engine, config, rank, step)
         engine.gradient_norm()
         engine.step(0.01)
         found.append(weight.detach().clone())

@@ -40,7 +40,7 @@ def steps(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, A
     from recipes.train.guard import SpikeGuard
     from recipes.train.job import start_process
     from recipes.train.step import train_step
-    from tests.distributed.workers import data_place, step_indices
+    from tests.distributed.workers import own_rows
 
     start_process(tiny_config(), rank_environment(os.environ))
     results = []
@@ -56,7 +56,7 @@ def steps(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, A
             def reason_to_skip(self, norm: float, engine=engine, grads=grads) -> None:
                 grads += engine.gradients()
 
-        rows = step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+        rows = own_rows(engine, config, rank)
         inputs = [model_inputs(batch(config)[row], EOD, config.data, torch.device("cpu")) for row in rows]
         taken = train_step(engine, inputs, 0.1, Guard(config.train), stop_requested=False)
         results.append({"loss": taken.lm_loss, "norm": taken.grad_norm, "grads": grads})

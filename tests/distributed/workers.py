@@ -90,7 +90,7 @@ def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault:
     total = mask.sum()
     batches = [
         {"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous(), "loss_mask_BS": mask[row]}
-        for row in step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *data_place(layout, rank))
+        for row in own_rows(engine, config, rank)
     ]
     loss = engine.accumulate(batches, total).item() / total.item() * model.groups.leads
     norm = engine.gradient_norm()
@@ -104,6 +104,22 @@ def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault:
 def data_place(layout: Layout, rank: int) -> tuple[int, int]:
     """Which of how many data-parallel parts of the batch a rank reads."""
     return layout.index(Role.dp, rank), layout.data_parallel_size
+
+
+def own_rows(engine: Engine, config: Config, rank: int) -> Any:
+    """Which samples of the first global batch a rank reads, micro-batch by micro-batch."""
+    place = data_place(engine.layout, rank)
+    return step_indices(0, config.train.micro_batch_size, engine.accumulation_steps, *place)
+
+
+def accumulate(engine: Engine, config: Config, rank: int, step: int) -> None:
+    """Forward and backward passes of a rank's share of a step, all of whose labels count."""
+    tokens = tiny_tokens(config, step)
+    batches = [
+        {"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous()}
+        for row in own_rows(engine, config, rank)
+    ]
+    engine.accumulate(batches, tokens[:, 1:].numel())
 
 
 def gradient_cases(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
