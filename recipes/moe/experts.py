@@ -16,12 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from recipes.moe.products import product_for
 from recipes.moe.rows import Rows, weigh_gradient
 from recipes.recycled import recycler
-
-# A product of few rows with a matrix that is not in the cache waits for one line of memory after the other; read as a stream
-# first, the matrix costs half. Larger matrices would not stay in the cache, and with more rows the product hides the waiting.
-_READ_AHEAD_BYTES, _READ_AHEAD_ROWS = 4 << 20, 256
 
 
 def activate(h_RG: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -77,7 +74,7 @@ class GroupedMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.one_kernel = _has_kernel(x_NH, w1_LGH, w2_LHF)
         forward: Callable[..., tuple] = _forward_in_one_kernel if ctx.one_kernel else _forward_by_expert
-        h_RG, a_RF, y_RH = forward(rows.take(x_NH), w1_LGH, w2_LHF, sizes_L, gated, keep_activation)
+        h_RG, a_RF, y_RH = forward(x_NH, rows, w1_LGH, w2_LHF, sizes_L, gated, keep_activation)
         ctx.save_for_backward(x_NH, gates_R, None if gates_R is None else y_RH, w1_LGH, w2_LHF, h_RG, a_RF)
         ctx.rows, ctx.sizes_L, ctx.gated = rows, sizes_L, gated
         return rows.put_back(y_RH, gates_R)
@@ -90,7 +87,7 @@ class GroupedMLP(torch.autograd.Function):
         if gates_R is not None:
             grad_gates_R = weigh_gradient(grad_y_RH, y_RH, gates_R)
         backward: Callable[..., tuple] = _backward_in_one_kernel if ctx.one_kernel else _backward_by_expert
-        grad_x_RH, *grads = backward(ctx.rows.take(x_NH), *inside, grad_y_RH, ctx.sizes_L, ctx.gated)
+        grad_x_RH, *grads = backward(x_NH, ctx.rows, *inside, grad_y_RH, ctx.sizes_L, ctx.gated)
         return ctx.rows.put_back(grad_x_RH, None), grad_gates_R, *grads, None, None, None, None
 
 
@@ -99,18 +96,18 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
     return all(t.is_cuda and t.dtype is torch.bfloat16 and t.shape[-1] % 8 == 0 for t in tensors)
 
 
-def _forward_in_one_kernel(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
-    ends_L = _ends(sizes_L, x_RH.device)
-    h_RG = torch._grouped_mm(x_RH, w1_LGH.transpose(1, 2), offs=ends_L)
+def _forward_in_one_kernel(x_NH, rows: Rows, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
+    ends_L = _ends(sizes_L, x_NH.device)
+    h_RG = torch._grouped_mm(rows.take(x_NH), w1_LGH.transpose(1, 2), offs=ends_L)
     a_RF = activate(h_RG, gated)
     return h_RG, a_RF if keep_activation else None, torch._grouped_mm(a_RF, w2_LHF.transpose(1, 2), offs=ends_L)
 
 
-def _backward_in_one_kernel(x_RH, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
-    ends_L = _ends(sizes_L, x_RH.device)
+def _backward_in_one_kernel(x_NH, rows: Rows, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
+    ends_L = _ends(sizes_L, x_NH.device)
     grad_a_RF = torch._grouped_mm(grad_RH, w2_LHF, offs=ends_L)
     a_RF, grad_h_RG = _activate_backward(grad_a_RF, h_RG, gated, a_RF, torch.empty_like(grad_a_RF))
-    grad_w1_LGH = torch._grouped_mm(grad_h_RG.t(), x_RH, offs=ends_L)
+    grad_w1_LGH = torch._grouped_mm(grad_h_RG.t(), rows.take(x_NH), offs=ends_L)
     grad_w2_LHF = torch._grouped_mm(grad_RH.t(), a_RF, offs=ends_L)
     for expert in (expert for expert, size in enumerate(sizes_L) if size == 0):
         grad_w1_LGH[expert].zero_()  # the kernel need not write what is a sum over nothing
@@ -123,56 +120,41 @@ def _ends(sizes_L: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(sizes_L).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def _forward_by_expert(x_RH, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
-    h_RG, y_RH = recycler.empty((len(x_RH), w1_LGH.shape[1]), x_RH), recycler.empty_like(x_RH)
-    a_RF = recycler.empty((len(x_RH), w2_LHF.shape[2]), x_RH) if keep_activation else None
-    by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, y_RH))
-    each_a = _by_expert(a_RF, x_RH, w2_LHF, sizes_L)
-    for x, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
-        _read_ahead(w1, x)
-        torch.mm(x, w1.t(), out=h)
-        torch.mm(_activate_into(h, gated, a), w2.t(), out=y)
+def _forward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, sizes_L: list[int], gated: bool, keep_activation: bool):
+    count = len(rows.source_R)
+    h_RG = recycler.empty((count, w1_LGH.shape[1]), x_NH)
+    y_RH = recycler.empty((count, w2_LHF.shape[1]), x_NH)
+    a_RF = recycler.empty((count, w2_LHF.shape[2]), x_NH) if keep_activation else None
+    by_rows = (tensor.split(sizes_L) for tensor in (rows.source_R, h_RG, y_RH))
+    each_a, multiply = _by_expert(a_RF, x_NH, w2_LHF, sizes_L), product_for(x_NH)
+    for source, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
+        multiply(x_NH, w1.t(), h, a_rows=source)
+        multiply(_activate_into(h, gated, a), w2.t(), y)
     return h_RG, a_RF, y_RH
 
 
-def _by_expert(a_RF: torch.Tensor | None, x_RH, w2_LHF, sizes_L: list[int]) -> Sequence[torch.Tensor]:
+def _by_expert(a_RF: torch.Tensor | None, like, w2_LHF, sizes_L: list[int]) -> Sequence[torch.Tensor]:
     """The activations of each expert; without any, room for them, the same for all."""
     if a_RF is not None:
         return a_RF.split(sizes_L)
-    scratch_RF = recycler.empty((max(sizes_L), w2_LHF.shape[2]), x_RH)
+    scratch_RF = recycler.empty((max(sizes_L), w2_LHF.shape[2]), like)
     return [scratch_RF[:size] for size in sizes_L]
 
 
-def _backward_by_expert(x_RH, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
-    grad_x_RH = recycler.empty_like(x_RH)
+def _backward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, sizes_L: list[int], gated: bool):
+    grad_x_RH = recycler.empty_like(grad_RH)
     grad_w1_LGH, grad_w2_LHF = recycler.empty_like(w1_LGH), recycler.empty_like(w2_LHF)
-    grads_a, scratch = (_by_expert(None, x_RH, w2_LHF, sizes_L) for _ in range(2))
+    grads_a, scratch = (_by_expert(None, x_NH, w2_LHF, sizes_L) for _ in range(2))
     each_a = [None] * len(sizes_L) if a_RF is None else a_RF.split(sizes_L)
-    by_rows = (tensor.split(sizes_L) for tensor in (x_RH, h_RG, grad_RH, grad_x_RH))
+    by_rows = (tensor.split(sizes_L) for tensor in (rows.source_R, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
-    for x, h, grad_y, grad_x, kept_a, grad_a, room, w1, w2, grad_w1, grad_w2 in zip(
+    multiply = product_for(x_NH)
+    for source, h, grad_y, grad_x, kept_a, grad_a, room, w1, w2, grad_w1, grad_w2 in zip(
         *by_rows, each_a, grads_a, scratch, *by_expert, strict=True
     ):
-        _read_ahead(w2, x)
-        torch.mm(grad_y, w2, out=grad_a)
+        multiply(grad_y, w2, grad_a)
         a, grad_h = _activate_backward(grad_a, h, gated, kept_a, room)
-        _product(grad_y.t(), a, grad_w2)
-        _read_ahead(w1, x)
-        torch.mm(grad_h, w1, out=grad_x)
-        _product(grad_h.t(), x, grad_w1)
+        multiply(grad_y.t(), a, grad_w2, streams=True)
+        multiply(grad_h, w1, grad_x)
+        multiply(grad_h.t(), x_NH, grad_w1, streams=True, b_rows=source)
     return grad_x_RH, grad_w1_LGH, grad_w2_LHF
-
-
-def _product(columns: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """columns @ rows, written to `out`. With few rows adding to zeros is faster than overwriting: zeros come into the cache
-    without the old values being read."""
-    if len(rows) <= _READ_AHEAD_ROWS:
-        out.zero_().addmm_(columns, rows)
-    else:
-        torch.mm(columns, rows, out=out)
-
-
-def _read_ahead(matrix: torch.Tensor, rows: torch.Tensor) -> None:
-    """Bring a matrix into the cache for a product with these rows, if that helps."""
-    if 0 < len(rows) <= _READ_AHEAD_ROWS and matrix.nbytes <= _READ_AHEAD_BYTES and matrix.device.type == "cpu":
-        torch.linalg.vector_norm(matrix)

@@ -2,8 +2,8 @@
 
 Every implementation gets the same tokens on the same device in interleaved rounds; a call ends with the gradients dropped, as a
 step of training does. `floor` is what no layer of this kind can do without: the six matrix products of every expert, each into
-memory that is there already, and the activation; no router, no tokens moved, no autograd. (On a CPU: a GPU would wait for the
-launch of each.)
+memory that is there already, and the activation; no router, no tokens moved, no autograd; `floor_torch`: the same with torch's
+products in place of ours. (On a CPU: a GPU would wait for the launch of each.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from recipes.config import Config
 from recipes.launcher import Ranks
+from recipes.moe.products import Product, by_torch, product_for
 from tools.bench.moe_peers import IMPLEMENTATIONS, Peer, Shape, build
 from tools.bench.rounds import interleave, median_and_iqr, ratio
 
@@ -72,8 +73,8 @@ def _rows(shape: Shape, rounds: int, repeats: int, names: Sequence[str]) -> list
     x_TH.requires_grad_()
     work = {name: _step(peer, x_TH, grad_TH) for name, peer in peers.items()}
     if shape.device.type == "cpu":
-        work["floor"] = floor(shape)
-    saved = {name: saved_bytes(peer, x_TH) for name, peer in peers.items()} | {"floor": 0}
+        work |= {"floor": floor(shape, product_for(x_TH)), "floor_torch": floor(shape, by_torch)}
+    saved = {name: saved_bytes(peer, x_TH) for name, peer in peers.items()} | {"floor": 0, "floor_torch": 0}
     seconds = interleave(work, rounds, repeats)
     rows = []
     for name, times in seconds.items():
@@ -124,7 +125,7 @@ def saved_bytes(peer: Peer, x_TH: torch.Tensor) -> int:
     return total
 
 
-def floor(shape: Shape) -> Callable[[], None]:
+def floor(shape: Shape, multiply: Product) -> Callable[[], None]:
     """The products and activations of experts that get equally many tokens, or one more."""
     rows, hidden, ffn = shape.tokens * shape.topk, shape.hidden, shape.ffn
     sizes = [len(part) for part in torch.arange(rows).tensor_split(shape.experts)]
@@ -138,15 +139,15 @@ def floor(shape: Shape) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         for x, y, _, h, a, _, w1, w2, _, _ in zip(*by_rows, *by_expert, strict=True):
-            torch.mm(x, w1.t(), out=h)
+            multiply(x, w1.t(), h)
             torch.ops.aten.gelu.out(h, out=a)
-            torch.mm(a, w2.t(), out=y)
+            multiply(a, w2.t(), y)
         for x, y, grad_x, h, a, grad, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
-            torch.mm(y, w2, out=grad)
-            torch.mm(y.t(), a, out=grad_w2)
+            multiply(y, w2, grad)
+            multiply(y.t(), a, grad_w2, streams=True)
             torch.ops.aten.gelu_backward.grad_input(grad, h, grad_input=grad)
-            torch.mm(grad, w1, out=grad_x)
-            torch.mm(grad.t(), x, out=grad_w1)
+            multiply(grad, w1, grad_x)
+            multiply(grad.t(), x, grad_w1, streams=True)
 
     return step
 

@@ -77,8 +77,8 @@ def rows_of(rank: int, world_size: int, shapes: list[Shape]) -> list[dict]:
 
         return call
 
-    def timed_floor(shape):
-        inner = floor(shape)
+    def timed_floor(shape, multiply):
+        inner = floor(shape, multiply)
 
         def call():
             now[0] += 1.0
@@ -94,11 +94,11 @@ def rows_of(rank: int, world_size: int, shapes: list[Shape]) -> list[dict]:
 def test_rows():
     shapes = [Shape(experts=4, **TINY), Shape(experts=2, topk=2, **TINY)]
     rows = run_ranks("tests.unit.tools.test_bench_moe_layer:rows_of", 1, shapes)[0]
-    assert [row["impl"] for row in rows] == 2 * [*IMPLEMENTATIONS, "floor"]
-    for row, shape in zip(rows, 8 * shapes[:1] + 8 * shapes[1:], strict=True):
+    assert [row["impl"] for row in rows] == 2 * [*IMPLEMENTATIONS, "floor", "floor_torch"]
+    for row, shape in zip(rows, 9 * shapes[:1] + 9 * shapes[1:], strict=True):
         sizes = {key: row[key] for key in ("experts", "topk", "tokens", "hidden")}
         assert sizes == {key: getattr(shape, key) for key in sizes}
-        over_dense = {"ours_grouped": 1.5, "dense": 1.0, "floor": 0.5}.get(row["impl"], 2.5)
+        over_dense = {"ours_grouped": 1.5, "dense": 1.0, "floor": 0.5, "floor_torch": 0.5}.get(row["impl"], 2.5)
         assert (row["time_over_dense"], row["iqr"]) == (over_dense, 0.0)
         assert row["ffn"] == {"hf_mixtral": 16, "hf_qwen3_moe": 16, "dense": 24 * shape.topk}.get(row["impl"], 24)
         assert row["mfu"] is None

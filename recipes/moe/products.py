@@ -1,0 +1,129 @@
+"""out = a @ b, as experts need it: few rows, and matrices that are not in the cache.
+
+In fp32 on CPU by `products.cpp`, which the machine's compiler makes ready when it is first needed; otherwise, and where there
+is no compiler, by torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+# (a, b, out, streams=False, a_rows=None, b_rows=None) writes a @ b to `out`. `streams`: it is read late, so that it need not
+# enter the cache; `a_rows`, `b_rows`: a[a_rows] is meant, or b[b_rows].
+Product = Callable[..., None]
+
+SOURCE = Path(__file__).with_name("products.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_COMPILE_S = 120  # it takes one to two
+
+
+def product_for(like: torch.Tensor) -> Product:
+    """How matrices of this kind are multiplied: each with rows or columns side by side in memory."""
+    ours = like.dtype is torch.float32 and like.device.type == "cpu"
+    return (ours and kernel()) or by_torch
+
+
+def by_torch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    streams: bool = False,
+    a_rows: torch.Tensor | None = None,
+    b_rows: torch.Tensor | None = None,
+) -> None:
+    """See `Product`."""
+    a, b = (x if rows is None else x.index_select(0, rows) for x, rows in ((a, a_rows), (b, b_rows)))
+    torch.mm(a, b, out=out)
+
+
+@functools.cache
+def kernel() -> Product | None:
+    """`products.cpp`, compiled unless it was before. None, with one warning, where that does not succeed."""
+    try:
+        return load(_compiled())
+    except (OSError, subprocess.SubprocessError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            warnings.warn(
+                f"experts use torch's matrix products, which take up to half as long again: {SOURCE.name} was not compiled "
+                f"({said[0] if said else error}); install g++ or clang, or name another compiler in CXX",
+                stacklevel=2,
+            )
+        return None
+
+
+def load(library: Path) -> Product:
+    """The product of a compiled library. Raises OSError where it can't be loaded."""
+    multiply = ctypes.CDLL(str(library)).multiply
+    number, address, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
+    factor = (address, number, flag, address)
+    multiply.argtypes = (number, number, number, *factor, *factor, address, number, flag)
+
+    def product(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        streams: bool = False,
+        a_rows: torch.Tensor | None = None,
+        b_rows: torch.Tensor | None = None,
+    ) -> None:
+        (a_row, a_column), (b_row, b_column), (stride, one) = a.stride(), b.stride(), out.stride()
+        assert one == 1 and 1 in (a_row, a_column) and 1 in (b_row, b_column), "rows or columns must lie side by side"
+        assert (a_rows is None or a_column == 1) and (b_rows is None or b_column == 1), "only whole rows are gathered"
+        (rows, columns), depth = out.shape, a.shape[1]
+        a_lines = (a.data_ptr(), a_row, True) if a_column == 1 else (a.data_ptr(), a_column, False)
+        b_lines = (b.data_ptr(), b_row, False) if b_column == 1 else (b.data_ptr(), b_column, True)
+        of_a = (*a_lines, None if a_rows is None else a_rows.data_ptr())
+        of_b = (*b_lines, None if b_rows is None else b_rows.data_ptr())
+        if multiply(rows, columns, depth, *of_a, *of_b, out.data_ptr(), stride, streams):
+            raise MemoryError(f"no memory to pack the matrices of a product {rows} x {depth} x {columns}")
+
+    return product
+
+
+def compile_to(library: Path, flags: Sequence[str] = FLAGS) -> None:
+    """Compile `products.cpp`. Raises OSError without a compiler, SubprocessError where it fails."""
+    named = os.environ.get("CXX")
+    commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    compiler = next((command for command in commands if shutil.which(command[0])), None)
+    if compiler is None:
+        raise OSError(f"there is no {' or '.join(command[0] for command in commands)}")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Elsewhere first: another process may compile the same, or load it, at this moment.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder, library.name)
+        command = [*compiler, *flags, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        made.replace(library)
+
+
+def _compiled() -> Path:
+    """The library in the user's cache; a home may be shared by unlike machines."""
+    made_of = (SOURCE.read_text(), *FLAGS, os.environ.get("CXX", ""), platform.machine(), _processor())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sparse-pretraining-recipes")
+    library = cache / f"products-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        compile_to(library)
+    return library
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
