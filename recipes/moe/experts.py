@@ -126,7 +126,7 @@ def _forward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, sizes_L: list[int], gat
     y_RH = recycler.empty((count, w2_LHF.shape[1]), x_NH)
     a_RF = recycler.empty((count, w2_LHF.shape[2]), x_NH) if keep_activation else None
     by_rows = (tensor.split(sizes_L) for tensor in (rows.source_R, h_RG, y_RH))
-    each_a, multiply = _by_expert(a_RF, x_NH, w2_LHF, sizes_L), product_for(x_NH)
+    each_a, multiply = _by_expert(a_RF, x_NH, w2_LHF, sizes_L), product_for(x_NH, w1_LGH, w2_LHF)
     for source, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
         multiply(x_NH, w1.t(), h, a_rows=source)
         multiply(_activate_into(h, gated, a), w2.t(), y)
@@ -148,7 +148,7 @@ def _backward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, s
     each_a = [None] * len(sizes_L) if a_RF is None else a_RF.split(sizes_L)
     by_rows = (tensor.split(sizes_L) for tensor in (rows.source_R, h_RG, grad_RH, grad_x_RH))
     by_expert = (stack.unbind() for stack in (w1_LGH, w2_LHF, grad_w1_LGH, grad_w2_LHF))
-    multiply = product_for(x_NH)
+    multiply = product_for(x_NH, grad_RH, w1_LGH, w2_LHF)
     for source, h, grad_y, grad_x, kept_a, grad_a, room, w1, w2, grad_w1, grad_w2 in zip(
         *by_rows, each_a, grads_a, scratch, *by_expert, strict=True
     ):

@@ -30,9 +30,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_S = 120  # it takes one to two
 
 
-def product_for(like: torch.Tensor) -> Product:
-    """How matrices of this kind are multiplied: each with rows or columns side by side in memory."""
-    ours = like.dtype is torch.float32 and like.device.type == "cpu"
+def product_for(*factors: torch.Tensor) -> Product:
+    """How matrices like these are multiplied, each of which has its rows or its columns side by side in memory."""
+    ours = all(factor.dtype is torch.float32 and factor.device.type == "cpu" for factor in factors)
     return (ours and kernel()) or by_torch
 
 
@@ -54,12 +54,13 @@ def kernel() -> Product | None:
     """`products.cpp`, compiled unless it was before. None, with one warning, where that does not succeed."""
     try:
         return load(_compiled())
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
         if os.environ.get("RANK", "0") == "0":
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             warnings.warn(
                 f"experts use torch's matrix products, which take up to half as long again: {SOURCE.name} was not compiled "
-                f"({said[0] if said else error}); install g++ or clang, or name another compiler in CXX",
+                f"({said[0] if said else error}); it needs g++ or clang, or one that CXX names, and a cache folder that can be "
+                "written, ~/.cache or XDG_CACHE_HOME",
                 stacklevel=2,
             )
         return None

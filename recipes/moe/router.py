@@ -96,12 +96,19 @@ class _Logits(torch.autograd.Function):
 def scores(logits_TE: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
     """How much each token asks for each expert: the softmax over the experts, or sigmoids (DeepSeek-V3, arXiv 2412.19437,
     eq. 15)."""
-    return torch.sigmoid(logits_TE) if function is ScoreFunction.sigmoid else torch.softmax(logits_TE, dim=-1)
+    return torch.sigmoid(logits_TE) if function is ScoreFunction.sigmoid else _softmax(logits_TE)
 
 
 def probabilities(logits_TE: torch.Tensor, function: ScoreFunction) -> torch.Tensor:
     """Scores divided by their sum over the experts, what balance losses are made of (DeepSeek-V3, eq. 19)."""
-    return torch.softmax(_logarithms(logits_TE, function), dim=-1)
+    return _softmax(_logarithms(logits_TE, function))
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Over columns. On CPU torch takes four times as long for 8 that lie side by side as for 16."""
+    if logits.shape[1] < 16 and logits.device.type == "cpu":
+        return torch.softmax(logits.t().contiguous(), dim=0).t().contiguous()
+    return torch.softmax(logits, dim=1)
 
 
 def top_k(
@@ -139,7 +146,7 @@ def gates(
     Switch (Fedus et al. 2021, arXiv 2101.03961, eq. 2) and OLMoE. Renormalised gates have no denominator that could vanish.
     """
     if renormalise:
-        chosen_TK = torch.softmax(_logarithms(logits_TE.gather(1, ids_TK), function), dim=-1)
+        chosen_TK = _softmax(_logarithms(logits_TE.gather(1, ids_TK), function))
     else:
         chosen_TK = scores_TE.gather(1, ids_TK)
     return chosen_TK if factor == 1.0 else chosen_TK * factor

@@ -162,13 +162,20 @@ def test_without_a_compiler_torch_multiplies_and_says_so_once(broken, fresh, mon
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'raise SystemExit(\"no\")'" if broken == "python" else broken)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.warns(
-        UserWarning, match=r"torch's matrix products.*products\.cpp was not compiled \(.+\); install g\+\+"
+        UserWarning, match=r"torch's matrix products.*products\.cpp was not compiled \(.+\); it needs g\+\+"
     ):
         assert products.product_for(torch.empty(1)) is products.by_torch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert products.product_for(torch.empty(1)) is products.by_torch
     assert not list(fresh.glob("*/*"))
+
+
+def test_without_a_folder_that_can_be_written_torch_multiplies(fresh, monkeypatch):
+    (fresh / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    with pytest.warns(UserWarning, match=rf"{fresh}/file.*XDG_CACHE_HOME"):
+        assert products.kernel() is None
 
 
 def test_only_the_first_rank_warns(fresh, monkeypatch):
