@@ -145,10 +145,7 @@ def gates(
     A softmax divided by the sum of the chosen is the softmax over the chosen, as in Mixtral; otherwise the gates are those of
     Switch (Fedus et al. 2021, arXiv 2101.03961, eq. 2) and OLMoE. Renormalised gates have no denominator that could vanish.
     """
-    if renormalise:
-        chosen_TK = _softmax(_logarithms(logits_TE.gather(1, ids_TK), function))
-    else:
-        chosen_TK = scores_TE.gather(1, ids_TK)
+    chosen_TK = probabilities(logits_TE.gather(1, ids_TK), function) if renormalise else scores_TE.gather(1, ids_TK)
     return chosen_TK if factor == 1.0 else chosen_TK * factor
 
 

@@ -75,7 +75,8 @@ def test_values_and_nothing_beyond(
     out = inside[1:-1, 8 : 8 + columns]
     multiply(a, b, out, streams, **chosen)
     found, expected = out.clone(), meant_a.double() @ meant_b.double()
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=4e-6 * (1 + depth) ** 0.5)
+    bound = 1e-6 * (1 + depth) ** 0.5 * (meant_a.double().abs() @ meant_b.double().abs())
+    assert ((found - expected).abs() <= bound).all()
     out.fill_(7.0)
     assert (around == 7.0).all()
 
