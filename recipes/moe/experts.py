@@ -128,8 +128,12 @@ def _forward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, sizes_L: list[int], gat
     by_rows = (tensor.split(sizes_L) for tensor in (rows.source_R, h_RG, y_RH))
     each_a, multiply = _by_expert(a_RF, x_NH, w2_LHF, sizes_L), product_for(x_NH, w1_LGH, w2_LHF)
     for source, h, y, a, w1, w2 in zip(*by_rows, each_a, w1_LGH.unbind(), w2_LHF.unbind(), strict=True):
-        multiply(x_NH, w1.t(), h, a_rows=source)
-        multiply(_activate_into(h, gated, a), w2.t(), y)
+        if gated:
+            multiply(x_NH, w1.t(), h, a_rows=source)
+            _activate_into(h, gated, a)
+        else:
+            multiply(x_NH, w1.t(), h, a_rows=source, gelu=a, streams=True)
+        multiply(a, w2.t(), y)
     return h_RG, a_RF, y_RH
 
 
@@ -152,8 +156,12 @@ def _backward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, h_RG, a_RF, grad_RH, s
     for source, h, grad_y, grad_x, kept_a, grad_a, room, w1, w2, grad_w1, grad_w2 in zip(
         *by_rows, each_a, grads_a, scratch, *by_expert, strict=True
     ):
-        multiply(grad_y, w2, grad_a)
-        a, grad_h = _activate_backward(grad_a, h, gated, kept_a, room)
+        if gated:
+            multiply(grad_y, w2, grad_a)
+            a, grad_h = _activate_backward(grad_a, h, gated, kept_a, room)
+        else:
+            a, grad_h = room if kept_a is None else kept_a, grad_a
+            multiply(grad_y, w2, grad_a, slope_at=h, gelu=room if kept_a is None else None)
         multiply(grad_y.t(), a, grad_w2, streams=True)
         multiply(grad_h, w1, grad_x)
         multiply(grad_h.t(), x_NH, grad_w1, streams=True, b_rows=source)

@@ -3,12 +3,14 @@
 // The scheme is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 34, 2008):
 // a tile of `out` stays in registers while the depth is summed over; what it reads lies packed in the order of reading. Beyond
 // it, for weights that are not in the cache: while one panel of b is multiplied, the next one is fetched; and a result that
-// nobody reads soon (a weight's gradient) passes the cache. Rows may be gathered while they are packed. Threads, those of torch,
-// share the panels. An element of `out` is summed in the same order whatever the number of rows and threads.
+// nobody reads soon (a weight's gradient) passes the cache. Rows may be gathered while they are packed, and GELU or its slope
+// applied to a tile before it leaves the first cache. Threads, those of torch, share the panels. An element of `out` is summed in the same order whatever the number of rows and threads.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <utility>
 #if defined(__AVX__)
@@ -190,6 +192,37 @@ void pack(const Factor& from, long i0, long k0, int count, int width, long depth
     }
 }
 
+// exp(x) for x <= 0: a power of two times a polynomial of the rest, whose coefficients are those of Cephes (S. Moshier).
+inline float exp_of_negative(float x) {
+    const bool vanishes = x < -87;
+    x = vanishes ? -87 : x;
+    constexpr float ROUND = 1.5f * (1 << 23);
+    const float n = (x * 1.44269504f + ROUND) - ROUND, rest = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        sum = sum * rest + next;
+    const std::int32_t bits = (static_cast<std::int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return vanishes ? 0 : (sum * rest * rest + rest + 1) * power;
+}
+
+// The part of the normal distribution below x, with `bell` = exp(-x^2 / 2), to 1e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline float part_below(float x, float bell) {
+    const float t = 1 / (1 + 0.3275911f * 0.70710678f * std::fabs(x));
+    float sum = 1.061405429f;
+    for (const float next : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = sum * t + next;
+    const float tail = 0.5f * bell * t * sum;
+    return x < 0 ? tail : 1 - tail;
+}
+
+// gelu(x) = x times the part below x, and its slope.
+inline float gelu(float x) { return x * part_below(x, exp_of_negative(-0.5f * x * x)); }
+inline float gelu_slope(float x) {
+    const float bell = exp_of_negative(-0.5f * x * x);
+    return part_below(x, bell) + 0.39894228f * x * bell;
+}
+
 // Room for packed numbers, kept by each thread.
 class Room {
 public:
@@ -216,6 +249,8 @@ struct Product {
     float* out;
     long stride;
     bool streams;
+    const float* slope_at;  // null, or laid out as `out`: sums are multiplied by the slope of GELU at these numbers
+    float* gelu_to;         // null, or laid out as `out`: what gets the GELU of the sums, with slope_at that of its numbers
     float* packed;  // a: [depth, ROWS] per tile, LANES numbers between tiles
 
     // out = all of a b. All threads enter; each has its own `panel` for b: [depth, COLUMNS].
@@ -245,16 +280,26 @@ struct Product {
 #pragma omp for schedule(static)
         for (long j = 0; j < columns; j += COLUMNS) {
             const int width = std::min<long>(COLUMNS, columns - j);
-            const bool another = j + 2 * COLUMNS <= columns;
+            const bool another = j + 2 * COLUMNS <= columns, last = k0 + deep >= depth;
             pack(b, j, k0, width, COLUMNS, deep, panel);
             for (long t = 0; t < tiles; ++t) {
                 const int height = first(t + 1) - first(t);
                 const Tile multiply = tile_of(height, std::make_integer_sequence<int, MAX_ROWS>{});
-                float* const place = out + (i0 + first(t)) * stride + j;
+                const long place = (i0 + first(t)) * stride + j;
                 // Spread over two tiles, if there are two, so that memory keeps up.
                 const Ahead ahead = another ? next_lines(j + COLUMNS, k0, t, tiles) : Ahead{};
-                if (width == COLUMNS) multiply(deep, a_tile(t), panel, place, stride, result, ahead);
-                else edge(multiply, deep, a_tile(t), panel, place, height, width, result);
+                if (width == COLUMNS && !(last && (slope_at || gelu_to))) {
+                    multiply(deep, a_tile(t), panel, out + place, stride, result, ahead);
+                    continue;
+                }
+                for (const float* beside : {slope_at, static_cast<const float*>(gelu_to)})
+                    for (int r = 0; beside && r < height; ++r)
+                        for (int c = 0; c < width; c += LANES) __builtin_prefetch(beside + place + r * stride + c);
+                alignas(Vector) float sums[MAX_ROWS * COLUMNS];
+                multiply(deep, a_tile(t), panel, sums, COLUMNS, Result::overwrite, ahead);
+                const Result whole = width < COLUMNS && result == Result::stream ? Result::overwrite : result;
+                if (width == COLUMNS) finish(sums, place, height, std::integral_constant<int, COLUMNS>{}, whole, last);
+                else finish(sums, place, height, width, whole, last);
             }
         }
     }
@@ -269,14 +314,23 @@ struct Product {
         return {at, 0, line, 0, 0, tiles == 1 ? other : 0};
     }
 
-    // A tile of which only some columns are in `out`.
-    void edge(Tile multiply, long deep, const float* a_tile, const float* panel, float* place, int height, int width,
-              Result result) const {
-        float sums[MAX_ROWS * COLUMNS];
-        multiply(deep, a_tile, panel, sums, COLUMNS, Result::overwrite, {});
-        for (int r = 0; r < height; ++r)
-            for (int c = 0; c < width; ++c)
-                place[r * stride + c] = sums[r * COLUMNS + c] + (result == Result::add ? place[r * stride + c] : 0);
+    // Takes a tile's sums [height, COLUMNS], or the `width` columns of them that `out` has, to their place.
+    template <typename Width>
+    void finish(float* sums, long place, int height, Width width, Result result, bool last) const {
+        for (int r = 0; r < height; ++r, sums += COLUMNS, place += stride) {
+            float* const to = out + place;
+            if (result == Result::add)
+                for (int c = 0; c < width; ++c) sums[c] += to[c];
+            const float* const x = slope_at ? slope_at + place : sums;
+            if (last && gelu_to)
+                for (int c = 0; c < width; ++c) gelu_to[place + c] = gelu(x[c]);
+            if (last && slope_at)
+                for (int c = 0; c < width; ++c) sums[c] *= gelu_slope(x[c]);
+            if (result == Result::stream)
+                for (int c = 0; c < width; c += LANES) stream(to + c, load(sums + c));
+            else
+                std::copy_n(sums, static_cast<int>(width), to);
+        }
     }
 };
 
@@ -284,15 +338,17 @@ struct Product {
 
 // out[rows, columns], its rows `stride` apart, = a[rows, depth] b[depth, columns]. Of each factor: where its first line begins,
 // how far apart lines are, whether they lie along the depth, and which lines are meant (see Factor). Strides count numbers.
-// `streams`: out is not read soon. Returns 0, or 1 without memory for the packed numbers.
+// `streams`: out is not read soon; `slope_at`, `gelu_to`: see Product. Returns 0, or 1 without memory for the packed numbers.
 extern "C" int multiply(long rows, long columns, long depth,
                         const float* a, long a_stride, int a_along_depth, const std::int64_t* a_order,
                         const float* b, long b_stride, int b_along_depth, const std::int64_t* b_order,
-                        float* out, long stride, int streams) {
+                        float* out, long stride, int streams,
+                        const float* slope_at, float* gelu_to) {
     const long deepest = std::min(depth, MAX_DEPTH);
     float* const packed = room_a.get(std::min(rows, MAX_BLOCK_ROWS) * (deepest + LANES) + LANES);
     const Product product{rows, columns, depth, {a, a_stride, a_along_depth != 0, a_order},
-                          {b, b_stride, b_along_depth != 0, b_order}, out, stride, streams != 0, packed};
+                          {b, b_stride, b_along_depth != 0, b_order}, out, stride, streams != 0,
+                          slope_at, gelu_to, packed};
     bool missing = !packed;
 #pragma omp parallel if (rows * columns * depth >= WORTH_THREADS)
     {

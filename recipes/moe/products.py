@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-# (a, b, out, streams=False, a_rows=None, b_rows=None) writes a @ b to `out`. `streams`: it is read late, so that it need not
-# enter the cache; `a_rows`, `b_rows`: a[a_rows] is meant, or b[b_rows].
+# (a, b, out, ...) writes a @ b to `out`. What else it takes: `a_rows`, `b_rows`: a[a_rows] is meant, or b[b_rows]; `slope_at`:
+# `out` is multiplied by the slope of GELU at these numbers; `gelu`: GELU of `out`, or of the numbers of `slope_at`, goes there;
+# `streams`: `out` is read late, so that it need not enter the cache.
 Product = Callable[..., None]
 
 SOURCE = Path(__file__).with_name("products.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_S = 120  # it takes one to two
 
 
@@ -40,13 +41,20 @@ def by_torch(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    streams: bool = False,
+    *,
     a_rows: torch.Tensor | None = None,
     b_rows: torch.Tensor | None = None,
+    slope_at: torch.Tensor | None = None,
+    gelu: torch.Tensor | None = None,
+    streams: bool = False,
 ) -> None:
     """See `Product`."""
     a, b = (x if rows is None else x.index_select(0, rows) for x, rows in ((a, a_rows), (b, b_rows)))
     torch.mm(a, b, out=out)
+    if gelu is not None:
+        torch.ops.aten.gelu.out(out if slope_at is None else slope_at, out=gelu)
+    if slope_at is not None:
+        torch.ops.aten.gelu_backward.grad_input(out, slope_at, grad_input=out)
 
 
 @functools.cache
@@ -71,15 +79,21 @@ def load(library: Path) -> Product:
     multiply = ctypes.CDLL(str(library)).multiply
     number, address, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     factor = (address, number, flag, address)
-    multiply.argtypes = (number, number, number, *factor, *factor, address, number, flag)
+    multiply.argtypes = (number, number, number, *factor, *factor, address, number, flag, address, address)
+
+    def at(x: torch.Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
 
     def product(
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor,
-        streams: bool = False,
+        *,
         a_rows: torch.Tensor | None = None,
         b_rows: torch.Tensor | None = None,
+        slope_at: torch.Tensor | None = None,
+        gelu: torch.Tensor | None = None,
+        streams: bool = False,
     ) -> None:
         (a_row, a_column), (b_row, b_column), (stride, one) = a.stride(), b.stride(), out.stride()
         assert one == 1 and 1 in (a_row, a_column) and 1 in (b_row, b_column), "rows or columns must lie side by side"
@@ -87,9 +101,10 @@ def load(library: Path) -> Product:
         (rows, columns), depth = out.shape, a.shape[1]
         a_lines = (a.data_ptr(), a_row, True) if a_column == 1 else (a.data_ptr(), a_column, False)
         b_lines = (b.data_ptr(), b_row, False) if b_column == 1 else (b.data_ptr(), b_column, True)
-        of_a = (*a_lines, None if a_rows is None else a_rows.data_ptr())
-        of_b = (*b_lines, None if b_rows is None else b_rows.data_ptr())
-        if multiply(rows, columns, depth, *of_a, *of_b, out.data_ptr(), stride, streams):
+        of_a = (*a_lines, at(a_rows))
+        of_b = (*b_lines, at(b_rows))
+        assert all(x is None or x.stride() == (stride, 1) for x in (slope_at, gelu)), "GELU goes by the layout of `out`"
+        if multiply(rows, columns, depth, *of_a, *of_b, out.data_ptr(), stride, streams, at(slope_at), at(gelu)):
             raise MemoryError(f"no memory to pack the matrices of a product {rows} x {depth} x {columns}")
 
     return product

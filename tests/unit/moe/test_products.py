@@ -73,12 +73,46 @@ def test_values_and_nothing_beyond(
     around = torch.full((offset + (rows + 2) * (columns + 16),), 7.0)
     inside = around[offset:].view(rows + 2, columns + 16)
     out = inside[1:-1, 8 : 8 + columns]
-    multiply(a, b, out, streams, **chosen)
+    multiply(a, b, out, **chosen, streams=streams)
     found, expected = out.clone(), meant_a.double() @ meant_b.double()
     bound = 1e-6 * (1 + depth) ** 0.5 * (meant_a.double().abs() @ meant_b.double().abs())
     assert ((found - expected).abs() <= bound).all()
     out.fill_(7.0)
     assert (around == 7.0).all()
+
+
+@pytest.mark.parametrize("depth", [5, 700])
+@pytest.mark.parametrize("columns", [32, 64, 75])
+def test_gelu_and_its_slope(multiply, columns, depth):
+    """Of sums, and of numbers given, from far below to far above zero."""
+    generator = torch.Generator().manual_seed(columns)
+    a, b = torch.randn(29, depth, generator=generator), torch.randn(depth, columns, generator=generator)
+    out, of_out, again, x = torch.empty(4, 29, columns)
+    multiply(a, b, out, gelu=of_out, streams=True)
+    plain = torch.empty_like(out)
+    multiply(a, b, plain)
+    assert torch.equal(out, plain)
+    gelu = torch.nn.functional.gelu(out.double())
+    torch.testing.assert_close(of_out.double(), gelu, rtol=1e-6, atol=1e-6)
+    x.copy_(torch.linspace(-14, 14, x.numel()).view_as(x))
+    wide = x.double().requires_grad_()
+    multiply(a, b, out, slope_at=x, gelu=again)
+    torch.nn.functional.gelu(wide).backward(plain.double())
+    torch.testing.assert_close(out.double(), wide.grad, rtol=1e-6, atol=1e-6 * depth**0.5)
+    torch.testing.assert_close(again.double(), torch.nn.functional.gelu(wide).detach(), rtol=1e-6, atol=1e-6)
+    multiply(a, b, plain, slope_at=x)
+    assert torch.equal(plain, out)
+
+
+def test_gelu_of_what_is_hardly_finite(multiply):
+    """An error in the numbers stays one."""
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 15.0, -15.0]])
+    out, found = torch.empty_like(x), torch.empty_like(x)
+    multiply(torch.ones(1, 1), x, out, gelu=found)
+    expected = torch.nn.functional.gelu(x.double()).float()
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    multiply(torch.ones(1, 1), torch.ones_like(x), out, slope_at=x)
+    assert out[0, :3].isnan().all() and out[0, 3:].tolist() == [1, 0, 1, 0]
 
 
 def test_a_row_is_the_same_alone_and_among_others_and_with_threads(multiply):
@@ -125,18 +159,25 @@ def test_other_layouts_are_refused(multiply):
         multiply(x[:4].t(), x[:4], torch.empty(8, 8), a_rows=torch.arange(4))
 
 
-def test_torch_does_the_same():
+def test_torch_does_the_same(multiply):
     generator = torch.Generator().manual_seed(1)
     x, w, chosen = (
         torch.randn(9, 5, generator=generator),
         torch.randn(7, 5, generator=generator),
         torch.tensor([3, 3, 0]),
     )
-    out, grad = torch.empty(3, 7), torch.empty(7, 5)
+    slope_at = torch.randn(3, 7, generator=generator)
+    for more in ({}, {"gelu": torch.empty(3, 7)}, {"gelu": torch.empty(3, 7), "slope_at": slope_at}):
+        results = []
+        for product in (multiply, products.by_torch):
+            out, grad = torch.empty(3, 7), torch.empty(7, 5)
+            product(x, w.t(), out, a_rows=chosen, **more)
+            product(out.t(), x, grad, b_rows=chosen, streams=True)
+            results.append((out, grad, *(more[name].clone() for name in more)))
+        for ours, torchs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
     products.by_torch(x, w.t(), out, a_rows=chosen)
     assert torch.equal(out, x[chosen] @ w.t())
-    products.by_torch(out.t(), x, grad, streams=True, b_rows=chosen)
-    assert torch.equal(grad, out.t() @ x[chosen])
 
 
 def test_ours_is_for_fp32_on_cpu():
