@@ -12,11 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from recipes import collectives
 from recipes.moe.rows import Rows, by_order, combine, gather, inverse
-from recipes.recycled import recycler
 
 
 @dataclass(frozen=True)
@@ -83,22 +81,3 @@ def through_experts(x_TH: torch.Tensor, gates_TK: torch.Tensor, plan: Plan, grou
     x_RH = collectives.exchange_rows(gather(x_TH, plan.rows), plan.sent, plan.received, group)
     y_AH = collectives.exchange_rows(experts(x_RH, None, plan), plan.received, plan.sent, group)
     return combine(y_AH, gates_A, plan.rows)
-
-
-def branch(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens twice, for the router and for the experts; both gradients are added up in recycled memory."""
-    return _Branch.apply(x_TH)
-
-
-class _Branch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)
-        return x_TH.view_as(x_TH), x_TH.view_as(x_TH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, one_TH: torch.Tensor | None, other_TH: torch.Tensor | None):
-        if one_TH is None or other_TH is None:
-            return other_TH if one_TH is None else one_TH
-        return torch.add(one_TH, other_TH, out=recycler.empty_like(one_TH))

@@ -16,7 +16,7 @@ from recipes import collectives, partial
 from recipes.config import Activation, Config, MoeBackend, Recompute
 from recipes.logical import expert_width, learns_routes, num_moe_experts
 from recipes.moe.context import MoeContext
-from recipes.moe.dispatch import Plan, branch, make_plan, through_experts
+from recipes.moe.dispatch import Plan, make_plan, through_experts
 from recipes.moe.expert_dropout import mlp_with_dropout
 from recipes.moe.experts import GroupedMLP, activate
 from recipes.moe.router import Routing, route, router_logits
@@ -142,10 +142,9 @@ class GroupedMoE(MoE):
         assert not use_data_before_expert_parallel_
 
     def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
-        routed_TH, sent_TH = branch(x_TH)
-        routing = self.choose(routed_TH, self.router, sequence_shape, self.training)
+        routing, x_TH = self.choose(x_TH, self.router, sequence_shape, self.training)
         plan = make_plan(routing.ids_TK, routing.used_TK, self.num_experts, self.group)
-        return through_experts(sent_TH, routing.gates_TK, plan, self.group, self._experts), routing
+        return through_experts(x_TH, routing.gates_TK, plan, self.group, self._experts), routing
 
     def _experts(self, x_NH: torch.Tensor, gates_R: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if self.training and self.dropout:

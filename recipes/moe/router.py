@@ -72,24 +72,37 @@ class Routing:
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
     """Logits: fp32 [T, E]. Both factors are cast up first: bf16 products would tie and flip choices."""
-    return _Logits.apply(x_TH.float(), weight_EH.float())
+    return _Logits.apply(x_TH.float(), weight_EH.float())[0]
+
+
+def logits_and_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the tokens for the experts, who alone may use them: their gradient becomes that of both, in place."""
+    if x_TH.dtype is torch.float32:
+        return _Logits.apply(x_TH, weight_EH.float())
+    return router_logits(x_TH, weight_EH), x_TH
 
 
 class _Logits(torch.autograd.Function):
-    """x [..., H] and weight [E, H] -> x weight^T. The gradient of x is written into recycled memory."""
+    """x [..., H] and weight [E, H] -> x weight^T, and x again."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, weight_EH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_EH)
-        return F.linear(x, weight_EH)
+        ctx.set_materialize_grads(False)
+        return F.linear(x, weight_EH), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: torch.Tensor | None, grad_x: torch.Tensor | None):
+        if grad is None:
+            return grad_x, None
         x, weight_EH = ctx.saved_tensors
         rows_TE, x_TH = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         needs_x, needs_weight = ctx.needs_input_grad
-        grad_x = torch.mm(rows_TE, weight_EH, out=recycler.empty_like(x_TH)).view_as(x) if needs_x else None
+        if grad_x is not None:
+            grad_x = grad_x.addmm_(rows_TE, weight_EH)
+        elif needs_x:
+            grad_x = torch.mm(rows_TE, weight_EH, out=recycler.empty_like(x_TH)).view_as(x)
         return grad_x, rows_TE.t().mm(x_TH) if needs_weight else None
 
 

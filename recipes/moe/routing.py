@@ -21,6 +21,7 @@ from recipes.moe.router import (
     capacity,
     gates,
     kept,
+    logits_and_tokens,
     probabilities,
     route,
     router_logits,
@@ -48,22 +49,26 @@ class Router:
 
     def __call__(
         self, x_TH: torch.Tensor, weight_EH: torch.Tensor | None, sequence_shape: tuple[int, int], training: bool
-    ) -> Routing:
+    ) -> tuple[Routing, torch.Tensor]:
+        """The routing, and the tokens for the experts (see `logits_and_tokens`)."""
         kind = self.moe.moe_router_type
         factor = self.moe.moe_expert_capacity_factor if training else self.moe.moe_eval_capacity_factor
         if kind in (RouterType.hash, RouterType.random):
             routing = self._assign(x_TH)
         else:
             assert weight_EH is not None
-            logits_TE = router_logits(self._jittered(x_TH) if training else x_TH, weight_EH)
+            if training and self.moe.moe_input_jitter_eps:
+                logits_TE = router_logits(self._jittered(x_TH), weight_EH)
+            else:
+                logits_TE, x_TH = logits_and_tokens(x_TH, weight_EH)
             if kind is RouterType.expert_choice:
-                return self._experts_choose(logits_TE, sequence_shape, 1.0 if factor is None else factor)
+                return self._experts_choose(logits_TE, sequence_shape, 1.0 if factor is None else factor), x_TH
             routing = self._tokens_choose(logits_TE, sequence_shape, training)
-        if factor is None:
-            return routing
-        limit = capacity(len(x_TH), routing.ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
-        by_probability = self.moe.moe_token_drop_policy is TokenDropPolicy.probs
-        return replace(routing, keep_TK=kept(routing, limit, by_probability))
+        if factor is not None:
+            limit = capacity(len(x_TH), routing.ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
+            by_probability = self.moe.moe_token_drop_policy is TokenDropPolicy.probs
+            routing = replace(routing, keep_TK=kept(routing, limit, by_probability))
+        return routing, x_TH
 
     def _drawing(self):
         """Around draws: ranks that route different tokens draw different numbers, those that route the same the same."""
@@ -71,9 +76,7 @@ class Router:
 
     def _jittered(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Tokens times 1 + U(-eps, eps), element by element (Fedus et al. 2021, arXiv 2101.03961, app. C)."""
-        eps = self.moe.moe_input_jitter_eps
-        if not eps:
-            return x_TH
+        eps = self.moe.moe_input_jitter_eps or 0.0
         with self._drawing():
             noise_TH = torch.empty_like(x_TH, dtype=torch.float32).uniform_(1 - eps, 1 + eps)
         return x_TH.float() * noise_TH

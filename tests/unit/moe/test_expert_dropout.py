@@ -40,7 +40,7 @@ def test_the_same_activations_are_dropped_as_by_hand(activation):
     get_cuda_rng_tracker().set_states(states)
     with get_cuda_rng_tracker().fork():
         mask_RF = F.dropout(torch.ones(12, 6), 0.4)
-    routing = layer.routed.choose(x.view(12, 8), layer.routed.router, (4, 3), True)
+    routing, _ = layer.routed.choose(x.view(12, 8), layer.routed.router, (4, 3), True)
     order = torch.argsort(routing.ids_TK[:, 0], stable=True)
     rows = []
     for row, t in enumerate(order.tolist()):

@@ -185,7 +185,7 @@ def test_gradients_by_finite_differences(kind):
             for tensor, direction in zip(tensors, along, strict=True):
                 tensor += step * direction
             value = (layer(x)[0].double() * pull).sum().item()
-            ids = layer.routed.choose(x.view(3, 8), layer.routed.router, (3, 1), True).chosen_TE.tolist()
+            ids = layer.routed.choose(x.view(3, 8), layer.routed.router, (3, 1), True)[0].chosen_TE.tolist()
             for tensor, direction in zip(tensors, along, strict=True):
                 tensor -= step * direction
         return value, ids
