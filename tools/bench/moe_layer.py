@@ -139,13 +139,11 @@ def floor(shape: Shape, multiply: Product) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         for x, y, _, h, a, _, w1, w2, _, _ in zip(*by_rows, *by_expert, strict=True):
-            multiply(x, w1.t(), h)
-            torch.ops.aten.gelu.out(h, out=a)
+            multiply(x, w1.t(), h, gelu=a, streams=True)
             multiply(a, w2.t(), y)
         for x, y, grad_x, h, a, grad, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
-            multiply(y, w2, grad)
+            multiply(y, w2, grad, slope_at=h)
             multiply(y.t(), a, grad_w2, streams=True)
-            torch.ops.aten.gelu_backward.grad_input(grad, h, grad_input=grad)
             multiply(grad, w1, grad_x)
             multiply(grad.t(), x, grad_w1, streams=True)
 

@@ -79,7 +79,7 @@ def test_a_mix_whose_routers_choose_one_branch_is_that_branch(tmp_path):
     def certain(x_TH: torch.Tensor, *_, chosen: int):
         logits_TE = torch.zeros(len(x_TH), len(BRANCHES))
         logits_TE[:, chosen] = 100.0
-        return route(logits_TE, model.config.moe)
+        return route(logits_TE, model.config.moe), x_TH
 
     for number, expected in enumerate(singles):
         for block in model.blocks:
