@@ -4,7 +4,8 @@
 // a tile of `out` stays in registers while the depth is summed over; what it reads lies packed in the order of reading. Beyond
 // it, for weights that are not in the cache: while one panel of b is multiplied, the next one is fetched; and a result that
 // nobody reads soon (a weight's gradient) passes the cache. Rows may be gathered while they are packed, and GELU or its slope
-// applied to a tile before it leaves the first cache. Threads, those of torch, share the panels. An element of `out` is summed in the same order whatever the number of rows and threads.
+// applied to a tile before it leaves the first cache. Threads, those of torch, share the panels. An element of `out` is summed
+// in the same order whatever the number of rows and threads.
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -177,7 +179,9 @@ void pack(const Factor& from, long i0, long k0, int count, int width, long depth
             for (int i = 0; i < width; ++i) packed[k * width + i] = i < count ? from.line(i0 + i)[k0 + k] : 0;
         return;
     }
-    const auto copy_half = [](const float* source, float* to) { *reinterpret_cast<Half*>(to) = *reinterpret_cast<const Half*>(source); };
+    const auto copy_half = [](const float* source, float* to) {
+        *reinterpret_cast<Half*>(to) = *reinterpret_cast<const Half*>(source);
+    };
     for (; k < depth; ++k, packed += width) {
         const float* const line = from.line(k0 + k) + i0;
         if (count == COLUMNS) {
@@ -250,8 +254,8 @@ struct Product {
     long stride;
     bool streams;
     const float* slope_at;  // null, or laid out as `out`: sums are multiplied by the slope of GELU at these numbers
-    float* gelu_to;         // null, or laid out as `out`: what gets the GELU of the sums, with slope_at that of its numbers
-    float* packed;  // a: [depth, ROWS] per tile, LANES numbers between tiles
+    float* gelu_to;         // null, or laid out as `out`: gets the GELU of the sums; with slope_at, of its numbers
+    float* packed;          // a: [depth, ROWS] per tile, LANES numbers between tiles
 
     // out = all of a b. All threads enter; each has its own `panel` for b: [depth, COLUMNS].
     void run(float* panel) const {
@@ -272,6 +276,7 @@ struct Product {
         const long tiles = parts(size, MAX_ROWS);
         const auto first = [=](long t) { return t * size / tiles; };  // tiles as equal as can be
         const auto a_tile = [=](long t) { return packed + first(t) * deep + t * LANES; };
+        const bool finished = k0 + deep >= depth, goes_on = finished && (slope_at || gelu_to);
 #pragma omp for schedule(static)
         for (long t = 0; t < tiles; ++t) {
             const int height = first(t + 1) - first(t);
@@ -280,31 +285,31 @@ struct Product {
 #pragma omp for schedule(static)
         for (long j = 0; j < columns; j += COLUMNS) {
             const int width = std::min<long>(COLUMNS, columns - j);
-            const bool another = j + 2 * COLUMNS <= columns, last = k0 + deep >= depth;
+            const bool another = j + 2 * COLUMNS <= columns;
             pack(b, j, k0, width, COLUMNS, deep, panel);
             for (long t = 0; t < tiles; ++t) {
                 const int height = first(t + 1) - first(t);
                 const Tile multiply = tile_of(height, std::make_integer_sequence<int, MAX_ROWS>{});
-                const long place = (i0 + first(t)) * stride + j;
-                // Spread over two tiles, if there are two, so that memory keeps up.
                 const Ahead ahead = another ? next_lines(j + COLUMNS, k0, t, tiles) : Ahead{};
-                if (width == COLUMNS && !(last && (slope_at || gelu_to))) {
+                const long place = (i0 + first(t)) * stride + j;
+                if (width == COLUMNS && !goes_on) {
                     multiply(deep, a_tile(t), panel, out + place, stride, result, ahead);
                     continue;
                 }
+                // What GELU reads or writes comes into the cache during the tile. (GCC leaves out functions that only fetch.)
                 for (const float* beside : {slope_at, static_cast<const float*>(gelu_to)})
-                    for (int r = 0; beside && r < height; ++r)
+                    for (int r = 0; goes_on && beside && r < height; ++r)
                         for (int c = 0; c < width; c += LANES) __builtin_prefetch(beside + place + r * stride + c);
                 alignas(Vector) float sums[MAX_ROWS * COLUMNS];
                 multiply(deep, a_tile(t), panel, sums, COLUMNS, Result::overwrite, ahead);
-                const Result whole = width < COLUMNS && result == Result::stream ? Result::overwrite : result;
-                if (width == COLUMNS) finish(sums, place, height, std::integral_constant<int, COLUMNS>{}, whole, last);
-                else finish(sums, place, height, width, whole, last);
+                if (width == COLUMNS) finish(sums, place, height, std::integral_constant<int, COLUMNS>{}, result, goes_on);
+                else finish(sums, place, height, width, result == Result::add ? result : Result::overwrite, goes_on);
             }
         }
     }
 
-    // What tile t fetches of the panel from column j and depth k0 on: one line each the first two, both a single one.
+    // What tile t fetches of the panel from column j and depth k0 on: one of the lines each of the first two, so that memory keeps
+    // up; both if it is the only one.
     Ahead next_lines(long j, long k0, long t, long tiles) const {
         if (t > 1 || b.order) return {};
         const long line = 4 * b.stride, other = b.along_depth ? line : LINE;
@@ -316,15 +321,15 @@ struct Product {
 
     // Takes a tile's sums [height, COLUMNS], or the `width` columns of them that `out` has, to their place.
     template <typename Width>
-    void finish(float* sums, long place, int height, Width width, Result result, bool last) const {
+    void finish(float* sums, long place, int height, Width width, Result result, bool goes_on) const {
         for (int r = 0; r < height; ++r, sums += COLUMNS, place += stride) {
             float* const to = out + place;
             if (result == Result::add)
                 for (int c = 0; c < width; ++c) sums[c] += to[c];
             const float* const x = slope_at ? slope_at + place : sums;
-            if (last && gelu_to)
+            if (goes_on && gelu_to)
                 for (int c = 0; c < width; ++c) gelu_to[place + c] = gelu(x[c]);
-            if (last && slope_at)
+            if (goes_on && slope_at)
                 for (int c = 0; c < width; ++c) sums[c] *= gelu_slope(x[c]);
             if (result == Result::stream)
                 for (int c = 0; c < width; c += LANES) stream(to + c, load(sums + c));
@@ -342,13 +347,11 @@ struct Product {
 extern "C" int multiply(long rows, long columns, long depth,
                         const float* a, long a_stride, int a_along_depth, const std::int64_t* a_order,
                         const float* b, long b_stride, int b_along_depth, const std::int64_t* b_order,
-                        float* out, long stride, int streams,
-                        const float* slope_at, float* gelu_to) {
+                        float* out, long stride, int streams, const float* slope_at, float* gelu_to) {
     const long deepest = std::min(depth, MAX_DEPTH);
     float* const packed = room_a.get(std::min(rows, MAX_BLOCK_ROWS) * (deepest + LANES) + LANES);
     const Product product{rows, columns, depth, {a, a_stride, a_along_depth != 0, a_order},
-                          {b, b_stride, b_along_depth != 0, b_order}, out, stride, streams != 0,
-                          slope_at, gelu_to, packed};
+                          {b, b_stride, b_along_depth != 0, b_order}, out, stride, streams != 0, slope_at, gelu_to, packed};
     bool missing = !packed;
 #pragma omp parallel if (rows * columns * depth >= WORTH_THREADS)
     {
