@@ -132,7 +132,7 @@ def _forward_by_expert(x_NH, rows: Rows, w1_LGH, w2_LHF, sizes_L: list[int], gat
             multiply(x_NH, w1.t(), h, a_rows=source)
             _activate_into(h, gated, a)
         else:
-            multiply(x_NH, w1.t(), h, a_rows=source, gelu=a, streams=True)
+            multiply(x_NH, w1.t(), h, a_rows=source, gelu=a)
         multiply(a, w2.t(), y)
     return h_RG, a_RF, y_RH
 

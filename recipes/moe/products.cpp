@@ -15,19 +15,17 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
-#if defined(__AVX__)
 #include <immintrin.h>
-#endif
 
 namespace {
 
 // A tile has ROWS x COLUMNS sums in registers, ROWS up to MAX_ROWS; a register holds LANES numbers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 2, MAX_ROWS = 14;
-#elif defined(__AVX__)
+#elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2, MAX_ROWS = 6;
 #else
-constexpr int LANES = 4, VECTORS = 4, MAX_ROWS = 4;
+#error "without AVX2 torch's products are faster"
 #endif
 constexpr int COLUMNS = VECTORS * LANES;
 constexpr long MAX_DEPTH = 512;          // summed at once: a panel of b stays in the second cache
@@ -46,10 +44,8 @@ void store(float* to, Vector vector) { *reinterpret_cast<Unaligned*>(to) = vecto
 void stream(float* to, Vector vector) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, vector);
-#elif defined(__AVX__)
-    _mm256_stream_ps(to, vector);
 #else
-    store(to, vector);
+    _mm256_stream_ps(to, vector);
 #endif
 }
 
@@ -266,9 +262,7 @@ struct Product {
             for (long k = 0; k == 0 || k < depth; k += deep)  // once for a depth of 0: zeros
                 block(i, std::min(MAX_BLOCK_ROWS, rows - i), k, std::min(deep, depth - k), k == 0 ? once : Result::add,
                       panel);
-#if defined(__AVX__)
         if (once == Result::stream) _mm_sfence();  // before another thread is told that it is done
-#endif
     }
 
     // Rows i0 to i0 + size of a times b, both from depth k0 to k0 + deep.

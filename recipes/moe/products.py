@@ -1,6 +1,6 @@
 """out = a @ b, as experts need it: few rows, and matrices that are not in the cache.
 
-In fp32 on CPU by `products.cpp`, which the machine's compiler makes ready when it is first needed; otherwise, and where there
+In fp32 on x86 by `products.cpp`, which the machine's compiler makes ready when it is first needed; otherwise, and where there
 is no compiler, by torch.
 """
 
@@ -59,7 +59,9 @@ def by_torch(
 
 @functools.cache
 def kernel() -> Product | None:
-    """`products.cpp`, compiled unless it was before. None, with one warning, where that does not succeed."""
+    """`products.cpp`, compiled unless it was before. None on other processors, and, with a warning, where that does not succeed."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
     try:
         return load(_compiled())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
@@ -110,7 +112,7 @@ def load(library: Path) -> Product:
     return product
 
 
-def compile_to(library: Path, flags: Sequence[str] = FLAGS) -> None:
+def compile_to(library: Path, flags: Sequence[str]) -> None:
     """Compile `products.cpp`. Raises OSError without a compiler, SubprocessError where it fails."""
     named = os.environ.get("CXX")
     commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -132,7 +134,7 @@ def _compiled() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sparse-pretraining-recipes")
     library = cache / f"products-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        compile_to(library)
+        compile_to(library, FLAGS)
     return library
 
 

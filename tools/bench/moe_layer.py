@@ -139,7 +139,7 @@ def floor(shape: Shape, multiply: Product) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         for x, y, _, h, a, _, w1, w2, _, _ in zip(*by_rows, *by_expert, strict=True):
-            multiply(x, w1.t(), h, gelu=a, streams=True)
+            multiply(x, w1.t(), h, gelu=a)
             multiply(a, w2.t(), y)
         for x, y, grad_x, h, a, grad, w1, w2, grad_w1, grad_w2 in zip(*by_rows, *by_expert, strict=True):
             multiply(y, w2, grad, slope_at=h)

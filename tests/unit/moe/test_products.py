@@ -1,4 +1,4 @@
-"""Our matrix product against float64: every shape and order of its factors, for the vectors of three kinds of processors; what
+"""Our matrix product against float64: every shape and order of its factors, for the vectors of two kinds of processors; what
 it writes and what not; the same bits for a row whatever is multiplied with it; and what happens without a compiler."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from recipes.moe import products
 
-KINDS = {"native": (), "avx2": ("-mno-avx512f",), "sse": ("-mno-avx512f", "-mno-avx")}
+KINDS = {"native": (), "avx2": ("-mno-avx512f",)}
 
 
-@pytest.fixture(scope="module", params=KINDS if platform.machine() == "x86_64" else ["native"])
+@pytest.fixture(scope="module", params=KINDS)
 def multiply(request, tmp_path_factory):
     library = tmp_path_factory.mktemp("products") / "products.so"
     products.compile_to(library, (*products.FLAGS, *KINDS[request.param]))
@@ -213,6 +213,19 @@ def test_without_a_compiler_torch_multiplies_and_says_so_once(broken, fresh, mon
     assert not list(fresh.glob("*/*"))
 
 
+def test_other_processors_have_torchs_without_a_word(fresh, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert products.product_for(torch.empty(1)) is products.by_torch
+
+
+def test_old_processors_are_named(fresh, monkeypatch):
+    monkeypatch.setattr(products, "FLAGS", (*products.FLAGS, "-mno-avx"))
+    with pytest.warns(UserWarning, match="without AVX2 torch's products are faster"):
+        assert products.kernel() is None
+
+
 def test_without_a_folder_that_can_be_written_torch_multiplies(fresh, monkeypatch):
     (fresh / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
@@ -230,7 +243,7 @@ def test_only_the_first_rank_warns(fresh, monkeypatch):
 
 def test_a_broken_library_in_the_cache_is_named(fresh, monkeypatch):
     garbage = b"\x7fELF" + random.Random(0).randbytes(60)
-    monkeypatch.setattr(products, "compile_to", lambda library: library.write_bytes(garbage))
+    monkeypatch.setattr(products, "compile_to", lambda library, flags: library.write_bytes(garbage))
     (fresh / "sparse-pretraining-recipes").mkdir()
     with pytest.warns(UserWarning, match=rf"torch's matrix products.*\({fresh}.*\.so"):
         assert products.kernel() is None
