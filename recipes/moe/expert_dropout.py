@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.autograd.function import once_differentiable
 
 from recipes.moe.experts import activate
+from recipes.moe.products import product_for
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -21,20 +22,20 @@ class GroupedLinear(torch.autograd.Function):
     def forward(ctx, x_RI: torch.Tensor, w_LOI: torch.Tensor, sizes_L: list[int]) -> torch.Tensor:
         ctx.save_for_backward(x_RI, w_LOI)
         ctx.sizes_L = sizes_L
-        y_RO = x_RI.new_empty(len(x_RI), w_LOI.shape[1])
+        y_RO, multiply = x_RI.new_empty(len(x_RI), w_LOI.shape[1]), product_for(x_RI, w_LOI)
         for x, w, y in zip(x_RI.split(sizes_L), w_LOI, y_RO.split(sizes_L), strict=True):
-            torch.mm(x, w.t(), out=y)
+            multiply(x, w.t(), y)
         return y_RO
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RO: torch.Tensor):
         x_RI, w_LOI = ctx.saved_tensors
-        grad_x, grad_w = torch.empty_like(x_RI), torch.empty_like(w_LOI)
+        grad_x, grad_w, multiply = torch.empty_like(x_RI), torch.empty_like(w_LOI), product_for(grad_RO, x_RI, w_LOI)
         by_rows = (rows.split(ctx.sizes_L) for rows in (x_RI, grad_x, grad_RO.contiguous()))
         for x, to_x, grad, w, to_w in zip(*by_rows, w_LOI, grad_w, strict=True):
-            torch.mm(grad, w, out=to_x)
-            torch.mm(grad.t(), x, out=to_w)
+            multiply(grad, w, to_x)
+            multiply(grad.t(), x, to_w, streams=True)
         return grad_x, grad_w, None
 
 
