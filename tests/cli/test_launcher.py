@@ -196,7 +196,7 @@ def test_a_value_error_of_another_library_is_a_crash():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_the_process_with_one_line(number, code):
     process = _guarded(
-        "print('ready', flush=True)\ntry:\n    time.sleep(30)\nfinally:\n    print('closed', file=sys.stderr)"
+        "try:\n    print('ready', flush=True)\n    time.sleep(30)\nfinally:\n    print('closed', file=sys.stderr)"
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(number)
