@@ -17,44 +17,59 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-# (a, b, out, ...) writes a @ b to `out`. What else it takes: `a_rows`, `b_rows`: a[a_rows] is meant, or b[b_rows]; `slope_at`:
-# `out` is multiplied by the slope of GELU at these numbers; `gelu`: GELU of `out`, or of the numbers of `slope_at`, goes there;
-# `streams`: `out` is read late, so that it need not enter the cache.
-Product = Callable[..., None]
 
 SOURCE = Path(__file__).with_name("products.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_S = 120  # it takes one to two
 
 
+@dataclass(frozen=True)
+class Product:
+    """One way to multiply. `run` takes what the call takes, all of it and in its order."""
+
+    run: Callable[..., None]
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        a_rows: torch.Tensor | None = None,
+        b_rows: torch.Tensor | None = None,
+        slope_at: torch.Tensor | None = None,
+        gelu: torch.Tensor | None = None,
+        streams: bool = False,
+    ) -> None:
+        """Write a @ b to `out`; each has its rows or its columns side by side in memory.
+
+        `a_rows`, `b_rows`: a[a_rows] is meant, or b[b_rows]. `slope_at`: `out` is multiplied by the slope of GELU at these numbers.
+        `gelu`: GELU of `out`, or of the numbers of `slope_at`, goes there. `streams`: `out` is read late, so that it need not enter
+        the cache.
+        """
+        self.run(a, b, out, a_rows, b_rows, slope_at, gelu, streams)
+
+
 def product_for(*factors: torch.Tensor) -> Product:
-    """How matrices like these are multiplied, each of which has its rows or its columns side by side in memory."""
+    """How matrices like these are multiplied."""
     ours = all(factor.dtype is torch.float32 and factor.device.type == "cpu" for factor in factors)
     return (ours and kernel()) or by_torch
 
 
-def by_torch(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    a_rows: torch.Tensor | None = None,
-    b_rows: torch.Tensor | None = None,
-    slope_at: torch.Tensor | None = None,
-    gelu: torch.Tensor | None = None,
-    streams: bool = False,
-) -> None:
-    """See `Product`."""
+def _run_torch(a, b, out, a_rows, b_rows, slope_at, gelu, streams) -> None:
     a, b = (x if rows is None else x.index_select(0, rows) for x, rows in ((a, a_rows), (b, b_rows)))
     torch.mm(a, b, out=out)
     if gelu is not None:
         torch.ops.aten.gelu.out(out if slope_at is None else slope_at, out=gelu)
     if slope_at is not None:
         torch.ops.aten.gelu_backward.grad_input(out, slope_at, grad_input=out)
+
+
+by_torch = Product(_run_torch)
 
 
 @functools.cache
@@ -86,17 +101,7 @@ def load(library: Path) -> Product:
     def at(x: torch.Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
-    def product(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        a_rows: torch.Tensor | None = None,
-        b_rows: torch.Tensor | None = None,
-        slope_at: torch.Tensor | None = None,
-        gelu: torch.Tensor | None = None,
-        streams: bool = False,
-    ) -> None:
+    def run(a, b, out, a_rows, b_rows, slope_at, gelu, streams) -> None:
         (a_row, a_column), (b_row, b_column), (stride, one) = a.stride(), b.stride(), out.stride()
         assert one == 1 and 1 in (a_row, a_column) and 1 in (b_row, b_column), "rows or columns must lie side by side"
         assert (a_rows is None or a_column == 1) and (b_rows is None or b_column == 1), "only whole rows are gathered"
@@ -109,7 +114,7 @@ def load(library: Path) -> Product:
         if multiply(rows, columns, depth, *of_a, *of_b, out.data_ptr(), stride, streams, at(slope_at), at(gelu)):
             raise MemoryError(f"no memory to pack the matrices of a product {rows} x {depth} x {columns}")
 
-    return product
+    return Product(run)
 
 
 def compile_to(library: Path, flags: Sequence[str]) -> None:

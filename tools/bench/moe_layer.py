@@ -72,9 +72,9 @@ def _rows(shape: Shape, rounds: int, repeats: int, names: Sequence[str]) -> list
     x_TH, grad_TH = shape.inputs()
     x_TH.requires_grad_()
     work = {name: _step(peer, x_TH, grad_TH) for name, peer in peers.items()}
-    if shape.device.type == "cpu":
-        work |= {"floor": floor(shape, product_for(x_TH)), "floor_torch": floor(shape, by_torch)}
-    saved = {name: saved_bytes(peer, x_TH) for name, peer in peers.items()} | {"floor": 0, "floor_torch": 0}
+    floors = {"floor": product_for(x_TH), "floor_torch": by_torch} if shape.device.type == "cpu" else {}
+    work |= {name: floor(shape, multiply) for name, multiply in floors.items()}
+    saved = {name: saved_bytes(peer, x_TH) for name, peer in peers.items()} | dict.fromkeys(floors, 0)
     seconds = interleave(work, rounds, repeats)
     rows = []
     for name, times in seconds.items():

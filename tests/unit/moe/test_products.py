@@ -3,6 +3,7 @@ it writes and what not; the same bits for a row whatever is multiplied with it; 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import platform
 import random
@@ -33,6 +34,16 @@ def fresh(tmp_path, monkeypatch):
     products.kernel.cache_clear()
     yield tmp_path
     products.kernel.cache_clear()
+
+
+@contextlib.contextmanager
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def matrix(lines: int, numbers: int, generator: torch.Generator, transposed: bool) -> torch.Tensor:
@@ -122,28 +133,20 @@ def test_a_row_is_the_same_alone_and_among_others_and_with_threads(multiply):
     multiply(a, b, whole)
     for first, last in itertools.pairwise((0, 1, 8, 21, 50, 300)):
         multiply(a[first:last], b, apart[first:last])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with two_threads():
         multiply(a, b, by_two)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(whole, apart) and torch.equal(whole, by_two)
 
 
 def test_threads_share_what_each_needs(multiply):
     """Room for packed numbers grows in threads that were there before."""
     generator = torch.Generator().manual_seed(1)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with two_threads():
         for size in (64, 128, 300, 520, 100):
             a, b = (torch.randn(3 * size, size, generator=generator) for _ in range(2))
             out = torch.empty(len(a), len(b))
             multiply(a, b.t(), out)
             torch.testing.assert_close(out, (a.double() @ b.double().t()).float(), rtol=0, atol=1e-4)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_other_layouts_are_refused(multiply):
