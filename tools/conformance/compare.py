@@ -31,7 +31,7 @@ BOUNDS = {
     "route_flips": 0,
 }
 # In bf16 a layout may err several times as much as one process does in bf16 (see bf16_bounds).
-MEDIAN_FACTOR, WORST_FACTOR = 2, 4
+MEDIAN_FACTOR, WORST_FACTOR = 2.5, 4
 ROUNDING = 2**-8  # of a number to bf16, relative
 TINY = float(np.finfo(np.float32).tiny)
 NO_TERMS: Mapping[str, float] = {}
