@@ -11,11 +11,10 @@ import math
 from dataclasses import dataclass
 
 from recipes.config import Config
-from recipes.logical import LogicalTensor, expert_counts, logical_tensors, padded_vocab_size, stage_layers
+from recipes.logical import LogicalTensor, divided_axis, expert_counts, logical_tensors, padded_vocab_size
+from recipes.placement import tensor_stages
 from recipes.topology import Layout
 
-_ROWS_DIVIDED = ("q", "k", "v", "gate", "up")
-_COLUMNS_DIVIDED = ("out", "down")
 _IN_ONE_PARAMETER = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
@@ -24,20 +23,13 @@ def local_shape(tensor: LogicalTensor, config: Config, layout: Layout) -> tuple[
     shape = list(tensor.shape)
     if tensor.name in ("embedding.weight", "head.weight"):
         shape[0] = padded_vocab_size(config.model, layout.tensor_parallel_size)
-    axis = _divided_axis(tensor)
+    axis = divided_axis(tensor.name)
     if axis is not None:
         in_experts = ".moe." in tensor.name
         count = layout.expert_tensor_parallel_size if in_experts else layout.tensor_parallel_size
         assert shape[axis] % count == 0, (tensor.name, shape, count)
         shape[axis] //= count
     return tuple(shape)
-
-
-def _divided_axis(tensor: LogicalTensor) -> int | None:
-    module, kind = tensor.name.split(".")[-2:]
-    if module in ("embedding", "head", *_ROWS_DIVIDED):
-        return 0
-    return 1 if module in _COLUMNS_DIVIDED and kind == "weight" else None
 
 
 @dataclass(frozen=True)
@@ -50,15 +42,11 @@ class Held:
 
 def held_weights(config: Config, layout: Layout) -> list[Held]:
     """What each rank of every pipeline stage holds: the ranks of a stage hold equally much."""
-    layers = stage_layers(config, layout.pipeline_parallel_size)
-    stage_of = {layer: stage for stage, members in enumerate(layers) for layer in members}
-    last = len(layers) - 1
-    ends = {0, last} if config.model.share_embeddings_and_output_weights else {0}  # that hold the embedding
-    dense, experts = [0] * len(layers), [0] * len(layers)
+    stages = layout.pipeline_parallel_size
+    dense, experts, held_by = [0] * stages, [0] * stages, tensor_stages(config, stages)
     for name, tensor in logical_tensors(config).items():
-        module, number, *_ = name.split(".")
         count = math.prod(local_shape(tensor, config, layout))
-        for stage in {stage_of[int(number)]} if module == "layers" else ends if module == "embedding" else {last}:
+        for stage in held_by[name]:
             (experts if ".moe.experts." in name else dense)[stage] += count
     assert not any(count % layout.expert_parallel_size for count in expert_counts(config).values())
     return [Held(*both) for both in zip(dense, (n // layout.expert_parallel_size for n in experts), strict=True)]

@@ -80,8 +80,7 @@ def start_process(config: Config, ranks: Ranks) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps communication in launch order
     apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
     collectives.start()
-    hashes = set(collectives.gather_json(config_hash(config)))
-    if len(hashes) > 1:
+    if not collectives.same_on_all_ranks(config_hash(config)):
         raise ValueError("the ranks were given different settings; start all of them with the same overrides")
     groups = enter(layout_of(config, ranks.world_size))
     # Dropout differs between data-parallel ranks, which hold different samples of one batch, and between pipeline stages, which
