@@ -21,7 +21,9 @@ def test_ranks_see_no_device_even_where_tests_for_devices_run():
     code = "import os; from tests.ranks import run_ranks; print(run_ranks('tests.unit.test_ranks:visible', 2)); "
     code += "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=55)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=55
+    )
     assert done.stdout.splitlines()[-2:] == ["[('', False), ('', False)]", "0,1"], done.stderr
 
 
