@@ -114,7 +114,8 @@ class Watch(TorchDispatchMode):
                         f"{func}: the host reads {tuple(tensor.shape)} while the device still writes it"
                     )
         if func is aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 1
+            flag = args[0].dtype in (torch.bool, torch.uint8)  # no: nothing overflows, no norm is invalid
+            return 1.0 if args[0].dtype.is_floating_point else int(not flag)
         if func is aten.index.Tensor:  # by a mask: as if everything counted
             args = (args[0], [x if x is None or x.dtype is not torch.bool else _all(x) for x in args[1]])
         out = func(*args, **kwargs)
@@ -290,9 +291,12 @@ def trained(**changes):
     config.optimizer.name = type(config.optimizer.name).adamw
     model, parameters = build(config)
     engine = make_engine(model, parameters, config)
+    applied = []
+    engine.optimizer.register_step_post_hook(lambda *_: applied.append(1))
     for _ in range(2):
         batches = [model_inputs(ids(config), 0, config.data, CUDA) for _ in range(engine.accumulation_steps)]
         train_step(engine, batches, 1e-3, SpikeGuard(config.train), False)
+    assert len(applied) >= 2, "no update was made"
     return engine
 
 

@@ -2,8 +2,8 @@
 
     jobs -> run_jobs -> each started, watched by its exit code, started again when it died, reported when it ended
 
-A job that fails for good does not stop the others. Jobs share a disk, nothing else: no socket, pipe or group joins them. Where there
-are CUDA devices each job sees a share of them alone (`device_shares`); with more workers than shares some jobs have the same one.
+A job that fails for good does not stop the others. Jobs share a disk, nothing else: no socket, pipe or group joins them. Each sees
+only its share of the CUDA devices (`device_shares`); with more workers than shares some jobs have the same one.
 """
 
 from __future__ import annotations
