@@ -90,9 +90,9 @@ def ridge(x_TH: torch.Tensor, targets_TE: torch.Tensor, strength: float = 1e-3) 
 def fit_routers(model: GPT, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], sharpness: float) -> None:
     """Give every router the regression of one-hot labels on what it reads, first layer first, without training.
 
-    batches: ids [B, S]; labels: the expert of each of their sequences, [B], -1 for none, on any device. Targets are `sharpness` for the
-    expert of the text and 0 for all others, so that a router that is sure gives it almost all of the gate. A layer is
-    fitted on what the layers below, already fitted, hand to it: one forward pass over all batches per layer.
+    batches: ids [B, S]; labels: the expert of each of their sequences, [B], -1 for none; on any device. Targets are
+    `sharpness` for the expert of the text and 0 for all others, so that a router that is sure gives it almost all of the
+    gate. A layer is fitted on what the layers below, already fitted, hand to it: one forward pass over all batches per layer.
     """
     device = next(model.parameters()).device
     routers = {piece.name: entry for entry in registry(model, model.config) for piece in entry.pieces}
