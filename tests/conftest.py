@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests import margins, ranks
+
+margins.install_if_asked()
 
 
 def pytest_configure(config: pytest.Config) -> None:

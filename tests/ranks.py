@@ -20,6 +20,9 @@ from multiprocessing import forkserver
 from typing import Any
 
 from recipes.launcher import free_port
+from tests import margins
+
+margins.install_if_asked()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
