@@ -87,4 +87,5 @@ def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[B
 
 
 def _box(name: str, piece: Piece, state: torch.Tensor) -> Box:
-    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float())
+    """In host memory, so that the boxes of a rank never lie on its device together."""
+    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float().cpu())

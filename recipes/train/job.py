@@ -74,10 +74,11 @@ def start_process(config: Config, ranks: Ranks) -> None:
     """Threads, upstream patches, process groups and seeds."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    # Megatron-core overlaps communication in launch order. CUDA reads this once, when it is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     os.environ.update(ranks.environment())
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps communication in launch order
     apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
     collectives.start()
     hashes = set(collectives.gather_json(config_hash(config)))
