@@ -361,7 +361,8 @@ class CheckpointConfig:
     """When training state is written, and which is read."""
 
     load_from: str | None = None  # checkpoint of another run, whose weights, moments and step a new run starts with
-    save_interval: int = 0  # steps between checkpoints; 0: only after the last step
+    save_interval: int = 0  # steps between checkpoints; 0: by time alone
+    save_interval_minutes: float = 30.0  # minutes between checkpoints, on rank 0's clock; 0: by steps alone
     save_final: bool = True  # write one after the last step
     keep: int = 2  # newest checkpoints kept
     load_step: int | None = None  # with run.resume=auto: exactly this one; null: the newest complete one

@@ -66,6 +66,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "schedule.lr_decay_steps": (1, None),
     "schedule.wsd_decay_steps": (0, None),
     "checkpoint.save_interval": (0, None),
+    "checkpoint.save_interval_minutes": (0, None),
     "checkpoint.keep": (1, None),
     "checkpoint.load_step": (1, None),
     "telemetry.log_interval": (1, None),
