@@ -157,9 +157,14 @@ def launch_note(environ: Mapping[str, str], ranks: Ranks) -> str | None:
 
 
 def _check_same(ranks: Ranks, others: Mapping[str, tuple[int, int] | None]) -> None:
-    """Raise ValueError when variables set by hand and those of a launcher put this process in different places."""
+    """Raise ValueError when variables set by hand and those of a launcher cannot both be right.
+
+    More ranks than a launcher started may be: each of its processes may have started several.
+    """
     for tool, place in others.items():
-        if place is not None and place[1] > 1 and place != (ranks.rank, ranks.world_size):
+        if place is None or place[1] < ranks.world_size:
+            continue
+        if place[1] > 1 and place != (ranks.rank, ranks.world_size):
             raise ValueError(
                 f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tool} started this as rank {place[0]} of "
                 f"{place[1]}; unset RANK, LOCAL_RANK and WORLD_SIZE, or start without {tool}"
@@ -170,20 +175,20 @@ def _from_torchrun(environ: Mapping[str, str], launcher: str) -> Ranks:
     """From torchrun, deepspeed, or variables set by hand on one node."""
     local_size = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), "WORLD_SIZE")
     run_id = environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's word for "not set"
-    job, port = ("" if run_id == "none" else f"torchrun {run_id}"), _integer(environ, "MASTER_PORT")
-    if environ.get("CROSS_SIZE") == "1" and launcher:
-        # deepspeed on one node, where two jobs are given the same port by default.
-        job, port = f"deepspeed {launcher}", 0
-    return Ranks(
+    ranks = Ranks(
         rank=_integer(environ, "RANK"),
         local_rank=_integer(environ, "LOCAL_RANK"),
         world_size=_integer(environ, "WORLD_SIZE"),
         local_world_size=_integer(environ, local_size),
         master_addr=_text(environ, "MASTER_ADDR"),
-        master_port=port,
-        job=job,
+        master_port=_integer(environ, "MASTER_PORT"),
+        job="" if run_id == "none" else f"torchrun {run_id}",
         shared_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+    if environ.get("CROSS_SIZE") == "1" and launcher:
+        # deepspeed on one node, where two jobs are given the same port by default.
+        return replace(ranks, master_port=0, job=f"deepspeed {launcher}")
+    return ranks
 
 
 # Rank, ranks, rank on the node, ranks on the node.

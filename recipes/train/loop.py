@@ -53,7 +53,7 @@ def train_one(job: Job, step: int) -> StepResult:
     """Fetch, train and record one step."""
     with job.timer.step(job.tokens_per_step), job.profile.step(step):
         inputs, lr = _fetch(job, step), _lr(job.config, step)
-        result = train_step(job.engine, inputs, lr, job.guard, _save_due(job), before_update=job.stop.enter)
+        result = train_step(job.engine, inputs, lr, job.guard, _save_due(job), job.stop.enter)
     _record(job, step, result)
     job.finished = Finished(step, _trainer_state(job, step), rng_state())
     job.stop.leave()

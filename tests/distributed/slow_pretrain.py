@@ -47,12 +47,18 @@ def slow_down() -> None:
     loop.evaluate, save.write_shard = slow_evaluate, slow_write
 
 
+def main() -> int:
+    """As the entry itself, whose heavy imports come after the begin of its watch."""
+    from recipes import pretrain, process
+
+    process.watch(os.environ)
+    try:
+        begin("start", 0)
+        slow_down()
+    except process.Signalled as stopped:
+        process.end_by(stopped)
+    return pretrain.main()
+
+
 if __name__ == "__main__":
-    from recipes.process import watch
-
-    watch(os.environ)
-    begin("start", 0)
-    from recipes.pretrain import main
-
-    slow_down()
     sys.exit(main())
