@@ -1,6 +1,6 @@
 """From a live engine to a canonical checkpoint: ranks join fragments tensor by tensor and share the writing.
 
-    layout -> owners (equal on all ranks, or nothing is written) -> each rank's boxes -> shards -> nothing missing -> commit
+layout -> owners (equal on all ranks, or nothing is written) -> each rank's boxes -> shards -> nothing missing -> commit
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from recipes import collectives
@@ -24,8 +25,18 @@ class CheckpointError(RuntimeError):
     """The checkpoint could not be written; those before it are intact."""
 
 
-def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], keep: int, protect: list[Path]) -> Path:
+def save(
+    directory: Path,
+    step: int,
+    engine: Engine,
+    trainer: dict[str, Any],
+    keep: int,
+    protect: list[Path],
+    rng: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+
+    `rng`: the generators' states after the step; None: as they are now.
 
     Raises CheckpointError on every rank when any rank could not write.
     """
@@ -39,7 +50,7 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
     partial = Path(_on_rank_zero(lambda: str(begin(directory, step))))
     records, problem = [], None
     boxes = _owned_boxes(engine, owner)
-    boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in rng_state().items()]
+    boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in (rng or rng_state()).items()]
     try:
         for kind, members in boxes.items():
             if members:
@@ -83,7 +94,7 @@ def _owned_boxes(engine: Engine, owner: Owners) -> dict[str, list[Box]]:
         mine = [piece for piece in entry.pieces if owner[piece.name, piece.offsets] == dist.get_rank()]
         for piece in mine:
             for name, state in states.items():
-                value = piece.read(state).float()
+                value = piece.read(state).float().cpu()  # boxes of a rank never lie on its device together
                 if len(mine) < len(entry.pieces):  # a view would keep the whole joined parameter in memory
                     value = value.clone()
                 kind, key = _stored_as(name, piece.name)
