@@ -20,8 +20,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.config import Config, Resume
+from recipes.description import one_message
 from recipes.launcher import split_arguments
-from recipes.pretrain import compose
+from recipes.pretrain import compose, write_plan
 from recipes.validation import prepare, problems
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(given.overrides)
         ranks = config.btm.ranks_per_branch
         if found := problems(config, ranks, launch_dir=Path.cwd(), dry_run=given.dry_run):
-            raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+            raise ValueError(one_message(found))
         if given.dry_run:
             _show_plan(config, given.json)
             return 0
@@ -191,10 +192,7 @@ def _show_plan(config: Config, json_file: str | None) -> None:
     )
     Console(markup=False).print(table)
     if json_file is not None:
-        try:
-            Path(json_file).write_text(json.dumps(shown, indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); name another file") from error
+        write_plan(json_file, shown)
 
 
 if __name__ == "__main__":
