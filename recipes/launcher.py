@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from recipes.text import error_line, printable, redact
+
 _SWITCHES = {"--help": "help", "-h": "help", "--version": "version", "--dry-run": "dry_run"}
 _LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 _DEEPSPEED_FLAGS = ("--deepspeed", "--deepspeed_config", "--deepspeed_mpi", "--deepscale", "--deepscale_config")
@@ -219,11 +221,11 @@ def fail(error: ValueError, environ: Mapping[str, str]) -> int:
     launcher stop everybody; a node that alone has the problem (a missing folder) is heard after that.
     """
     if environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0":
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     time.sleep(_PEER_DELAY)
     if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) == "0":
-        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr)
+        print(error_line(error).replace("error", f"error on {socket.gethostname()}", 1), file=sys.stderr)
     return 2
 
 
@@ -246,7 +248,7 @@ def run_guarded(job: Callable[[], None], rank: int) -> int:
             # Usually every rank meets the same mistake: the first one speaks, and its launcher ends the others.
             if rank != 0:
                 time.sleep(_PEER_DELAY)
-            _end(2, f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}")
+            _end(2, error_line(error) if rank == 0 else f"rank {rank}: {error_line(error)}")
         if is_lost_contact(error):
             time.sleep(_PEER_DELAY)
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -305,7 +307,7 @@ def _end_when_stuck(receiver: socket.socket, rank: int) -> None:
 def _end(code: int, message: str) -> NoReturn:
     """Leave without the interpreter's shutdown, which may wait for threads of a collective that nobody will finish."""
     sys.stdout.flush()
-    sys.stderr.write(message.rstrip() + "\n")
+    sys.stderr.write(printable(redact(message.rstrip())) + "\n")
     sys.stderr.flush()
     os._exit(code)
 

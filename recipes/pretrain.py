@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a file: the modules beside this one must not become top-level names
@@ -99,8 +99,7 @@ def _merged_files(choices: tuple[str, ...]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ValueError(f"hydra_conf ({', '.join(choices)}): cannot be read: {reason}") from error
-    assert isinstance(plain, dict)
-    return plain
+    return cast(dict[str, Any], plain)
 
 
 def _expand_paths(config: Config) -> list[str]:

@@ -23,6 +23,7 @@ from recipes.config import Config, Resume
 from recipes.description import one_message
 from recipes.launcher import split_arguments
 from recipes.pretrain import compose, write_plan
+from recipes.text import error_line
 from recipes.validation import prepare, problems
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stoppable():
             _run(config, given.overrides)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -170,9 +171,10 @@ def _show_plan(config: Config, json_file: str | None) -> None:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = plan(config)
-    table = Table("run", title=f"plan of {config.run.name}", title_justify="left")
+    table = Table("run", title=Text(f"plan of {config.run.name}"), title_justify="left")
     for header in ("ranks", "parameters", "steps", "tokens/step", "FLOPs each", "GiB/rank"):
         table.add_column(header, justify="right")
     alike: dict[str, tuple[list[str], dict[str, Any]]] = {}

@@ -199,12 +199,13 @@ def _crossing(config: Config, layout: Layout, cluster: Cluster) -> list[str]:
 def describe(config: Config, world_size: int, cluster: Cluster | None = None) -> RenderableType:
     """The plan as a table to print."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"plan of {config.run.name}", title_justify="left", show_header=False)
+    table = Table(title=Text(f"plan of {config.run.name}"), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in _rows(config, plan(config, world_size, cluster)).items():
-        table.add_row(name, text)
+        table.add_row(name, Text(text))
     return table
 
 

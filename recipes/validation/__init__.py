@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recipes import schema
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
@@ -35,7 +36,7 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
-    for check in (
+    checks = [
         layout_problems,
         check_batch,
         check_train,
@@ -47,11 +48,17 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_schedule,
         check_telemetry,
         check_btm,
-    ):
+    ]
+    for check in checks:
         found += check(config, world_size)
     found += check_owned_keys(config)
-    found += check_run_folder(config, launch_dir)
-    found += check_data(config, launch_dir, dry_run)
+    try:
+        found += check_run_folder(config, launch_dir)
+        found += check_data(config, launch_dir, dry_run)
+    except OSError as error:  # a folder that may not be looked into, a loop of links, a path too long here
+        found.append(
+            f"{schema.show(error.filename or '')}: {error.strerror}; name another path, or ask for access to it"
+        )
     return found
 
 
