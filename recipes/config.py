@@ -399,7 +399,8 @@ class CheckpointConfig:
     """When training state is written, and which is read."""
 
     load_from: Folder | None = None  # checkpoint of another run, whose weights, moments and step a new run starts with
-    save_interval: CountOrNone = 0  # steps between checkpoints; 0: only after the last step
+    save_interval: CountOrNone = 0  # steps between checkpoints; 0: by time alone
+    save_interval_minutes: Factor = 30.0  # minutes between checkpoints, on rank 0's clock; 0: by steps alone
     save_final: bool = True  # write one after the last step
     keep: Count = 2  # newest checkpoints kept
     load_step: Count | None = None  # with run.resume=auto: exactly this one; null: the newest complete one

@@ -27,6 +27,8 @@ from recipes.validation.settings import check_model, check_schedule, check_telem
 
 __all__ = ["prepare", "problems"]
 
+MAX_RANKS = 2**22
+
 
 def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
     """Every problem of the description for `world_size` ranks; an empty list when it can run.
@@ -36,6 +38,9 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
+    if world_size > MAX_RANKS:
+        way_out = "use smaller sizes in the group parallel"
+        return [f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}; {way_out}"]
     checks = [
         layout_problems,
         check_batch,
