@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -464,11 +465,16 @@ def from_plain(kind: Any, value: Any, key: str = "") -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         prefix = f"{key}." if key else ""
-        if unknown := sorted(value.keys() - hints.keys()):
-            raise ValueError(f"{prefix}{unknown[0]}: unknown key; legal are {', '.join(hints)}")
+        if unknown := sorted(value.keys() - hints.keys(), key=str):
+            raise ValueError(f"{prefix}{_shown(unknown[0])}: unknown key; legal are {', '.join(hints)}")
+        needed = (f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING)
+        if missing := [name for name in needed if name not in value]:
+            raise ValueError(f"{prefix}{missing[0]}: is missing")
         return kind(**{name: from_plain(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
     if origin is dict and isinstance(value, dict):
-        return {name: from_plain(options[1], item, f"{key}.{name}") for name, item in value.items()}
+        if wrong := [name for name in value if type(name) is not options[0]]:
+            raise ValueError(f"{key}: its key {wrong[0]!r:.80} must be {options[0].__name__}")
+        return {name: from_plain(options[1], item, f"{key}.{_shown(name)}") for name, item in value.items()}
     if origin is list and isinstance(value, list):
         return [from_plain(options[0], item, f"{key}[{position}]") for position, item in enumerate(value)]
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -477,10 +483,15 @@ def from_plain(kind: Any, value: Any, key: str = "") -> Any:
         raise ValueError(f"{key}={value!r:.80}: must be one of {', '.join(kind.__members__)}")
     if kind is Any or type(value) is kind:
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     expected = "a mapping" if dataclasses.is_dataclass(kind) else getattr(origin or kind, "__name__", kind)
     raise ValueError(f"{key or 'value'}={value!r:.80}: must be {expected}")
+
+
+def _shown(name: Any) -> str:
+    """A key from elsewhere, for a message of one line."""
+    return str(name)[:80] if str(name).isprintable() else repr(name)[:80]
 
 
 def config_hash(config: Config) -> str:

@@ -21,8 +21,10 @@ class CheckpointError(RuntimeError):
     """The checkpoint could not be written; those before it are intact."""
 
 
-def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], keep: int, protect: list[Path]) -> Path:
-    """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+def save(
+    directory: Path, step: int, engine: Engine, trainer: dict[str, Any], keep: int | None, protect: list[Path]
+) -> Path:
+    """Write step `step` below `directory`, and keep the newest `keep` (None: all) (a collective). Returns the new folder.
 
     Raises CheckpointError on every rank when any rank could not write.
     """
@@ -48,7 +50,8 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
         )
 
     folder = Path(_on_rank_zero(finish))
-    _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
+    if keep is not None:
+        _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
     return folder
 
 

@@ -110,6 +110,8 @@ def save_checkpoint(job: Job, step: int) -> Path:
         "tokenizer": job.dataset.tokenizer_fingerprint,
         "config": to_plain(config),
     }
-    folder = save(job.folder / "checkpoints", step, job.engine, trainer, config.checkpoint.keep, protect=job.protected)
+    # Weights that the last step could not move may be past saving: those before them stay, until a step is applied again.
+    keep = None if job.guard.in_a_row else config.checkpoint.keep
+    folder = save(job.folder / "checkpoints", step, job.engine, trainer, keep, protect=job.protected)
     job.progress.say(f"checkpoint {folder}")
     return folder

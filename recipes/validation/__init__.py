@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from recipes.config import Config
+from recipes.config import Config, TransformerImpl, from_plain
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
 from recipes.topology import expert_tensor_size, model_parallel_size
@@ -24,7 +25,7 @@ from recipes.validation.limits import check_owned_keys, check_ranges
 from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
-__all__ = ["prepare", "problems"]
+__all__ = ["from_stored", "prepare", "problems", "settings_problems"]
 
 
 def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
@@ -32,6 +33,16 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
 
     Relative paths start at `launch_dir`. A dry run needs no data when `model.vocab_size` is given. Nothing is written.
     """
+    found = settings_problems(config, world_size)
+    if any(check_ranges(config)):  # what they say of files would be no help
+        return found
+    found += check_run_folder(config, launch_dir)
+    found += check_data(config, launch_dir, dry_run)
+    return found
+
+
+def settings_problems(config: Config, world_size: int) -> list[str]:
+    """Every problem of the settings by themselves: nothing on disk is looked at."""
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
@@ -49,10 +60,20 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_btm,
     ):
         found += check(config, world_size)
-    found += check_owned_keys(config)
-    found += check_run_folder(config, launch_dir)
-    found += check_data(config, launch_dir, dry_run)
-    return found
+    return [*found, *check_owned_keys(config)]
+
+
+def from_stored(plain: Any) -> Config:
+    """The description that a run has left, out of plain JSON or YAML: checked like a command line.
+
+    Which layer implementation a machine has is no property of the description. Raises ValueError naming the key.
+    """
+    config = from_plain(Config, plain)
+    portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
+    world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
+    if found := settings_problems(portable, world_size):
+        raise ValueError("; ".join(found[:3]))
+    return config
 
 
 def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
