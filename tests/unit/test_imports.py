@@ -20,6 +20,7 @@ FLOORS = [
         "recipes.description",
         "recipes.topology",
         "recipes.launcher",
+        "recipes.files",
     },
     {
         "recipes.collectives",
