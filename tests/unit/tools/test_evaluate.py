@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from recipes.config import DataConfig, to_plain
-from recipes.description import check_description
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
 from recipes.data.tokenizer import load_tokenizer
+from recipes.description import check_description
 from recipes.telemetry.jsonl import read_metrics
 from tools.evaluate import Score, size
 from tools.index import main as index
