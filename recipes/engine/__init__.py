@@ -1,7 +1,7 @@
 """Training on DeepSpeed's engine: its configuration, one optimizer step, and the optimizer's state.
 
-Two other modules import DeepSpeed: `recipes.groups` gives it the process groups of the experts, and `recipes.moe.layer` builds on its
-MoE layer. A test of the imports holds it.
+Two other modules import DeepSpeed: `recipes.groups` gives it the process groups of the experts, and `recipes.moe.layer` builds on
+its MoE layer. A test of the imports holds it.
 """
 
 from recipes.config import Config
