@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 import typing
@@ -68,6 +69,12 @@ def one_message(problems: list[str]) -> str:
     return "\n  - ".join([f"{len(problems)} problems", *problems[:MAX_SHOWN], *more])
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of the fields of a dataclass, with their rules."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 class _Reader:
     def __init__(self, complete: bool):
         self.complete, self.items = complete, 0
@@ -81,7 +88,7 @@ class _Reader:
                 f"{key or 'description'}={schema.show(value)}: is a group of settings, not a value; {ways_out}"
             )
             return kind()
-        hints, prefix, read = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else "", {}
+        hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
         for name in itertools.islice((name for name in value if name not in hints), MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():
