@@ -20,8 +20,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.config import Config, Resume
+from recipes.description import one_message
 from recipes.launcher import split_arguments
-from recipes.pretrain import compose
+from recipes.pretrain import compose, write_plan
+from recipes.text import error_line
 from recipes.validation import prepare, problems
 
 if TYPE_CHECKING:
@@ -67,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(given.overrides)
         ranks = config.btm.ranks_per_branch
         if found := problems(config, ranks, launch_dir=Path.cwd(), dry_run=given.dry_run):
-            raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+            raise ValueError(one_message(found))
         if given.dry_run:
             _show_plan(config, given.json)
             return 0
         with _stoppable():
             _run(config, given.overrides)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -169,9 +171,10 @@ def _show_plan(config: Config, json_file: str | None) -> None:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = plan(config)
-    table = Table("run", title=f"plan of {config.run.name}", title_justify="left")
+    table = Table("run", title=Text(f"plan of {config.run.name}"), title_justify="left")
     for header in ("ranks", "parameters", "steps", "tokens/step", "FLOPs each", "GiB/rank"):
         table.add_column(header, justify="right")
     alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
@@ -191,10 +194,7 @@ def _show_plan(config: Config, json_file: str | None) -> None:
     )
     Console(markup=False).print(table)
     if json_file is not None:
-        try:
-            Path(json_file).write_text(json.dumps(shown, indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); name another file") from error
+        write_plan(json_file, shown)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recipes import schema
 from recipes.config import Config
 from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
@@ -26,6 +27,8 @@ from recipes.validation.settings import check_model, check_schedule, check_telem
 
 __all__ = ["prepare", "problems"]
 
+MAX_RANKS = 2**22
+
 
 def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
     """Every problem of the description for `world_size` ranks; an empty list when it can run.
@@ -35,7 +38,10 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
-    for check in (
+    if world_size > MAX_RANKS:
+        way_out = "use smaller sizes in the group parallel"
+        return [f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}; {way_out}"]
+    checks = [
         layout_problems,
         check_batch,
         check_train,
@@ -47,11 +53,17 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_schedule,
         check_telemetry,
         check_btm,
-    ):
+    ]
+    for check in checks:
         found += check(config, world_size)
     found += check_owned_keys(config)
-    found += check_run_folder(config, launch_dir)
-    found += check_data(config, launch_dir, dry_run)
+    try:
+        found += check_run_folder(config, launch_dir)
+        found += check_data(config, launch_dir, dry_run)
+    except OSError as error:  # a folder that may not be looked into, a loop of links, a path too long here
+        found.append(
+            f"{schema.show(error.filename or '')}: {error.strerror}; name another path, or ask for access to it"
+        )
     return found
 
 
