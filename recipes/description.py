@@ -45,6 +45,13 @@ def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list
     return config if isinstance(config, Config) else Config(), reader.found
 
 
+def read_value(hint: Any, value: Any, key: str) -> list[str]:
+    """The problems of a single value of type `hint`."""
+    reader = _Reader(complete=True)
+    reader.value(hint, value, key)
+    return reader.found
+
+
 def one_message(problems: list[str]) -> str:
     """All problems as the text of one error."""
     more = [f"and {len(problems) - MAX_SHOWN} more"] * (len(problems) > MAX_SHOWN)

@@ -18,10 +18,11 @@ from recipes.data.dataset import load_dataset
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
 from recipes.topology import expert_tensor_size, model_parallel_size
 from recipes.validation.btm import check_btm
+from recipes.validation.deepspeed import check_deepspeed
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
 from recipes.validation.layouts import check_batch, layout_problems
-from recipes.validation.limits import check_owned_keys, check_ranges
+from recipes.validation.limits import check_ranges
 from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
@@ -53,10 +54,10 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
         check_schedule,
         check_telemetry,
         check_btm,
+        check_deepspeed,
     ]
     for check in checks:
         found += check(config, world_size)
-    found += check_owned_keys(config)
     try:
         found += check_run_folder(config, launch_dir)
         found += check_data(config, launch_dir, dry_run)
