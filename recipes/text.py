@@ -36,6 +36,12 @@ def printable(text: str) -> str:
     )
 
 
+def shown(text: str) -> str:
+    """`text` as a message quotes it: on one line, without control characters, long ones in part."""
+    text = printable(text[:200]).replace("\n", "\\n")
+    return text if len(text) <= 160 else f"{text[:150]}..."
+
+
 def user_path(text: str) -> Path:
     """The path that a user of the shell means: `~` and `~name` at its start are home folders, relative ones start here.
 
