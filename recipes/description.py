@@ -12,11 +12,14 @@ import dataclasses
 import enum
 import itertools
 import math
+import re
 import typing
 from typing import Any
 
+import yaml
+
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, to_plain
 from recipes.rules import Length, Range, Text
 
 MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
@@ -43,6 +46,22 @@ def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list
     reader = _Reader(complete)
     config = reader.group(Config, plain, "")
     return config if isinstance(config, Config) else Config(), reader.found
+
+
+def to_yaml(config: Config) -> str:
+    """The description as YAML, from which every reader gets text back where there was text.
+
+    YAML 1.2, and OmegaConf, take `1e5` for a number where YAML 1.1 does not: it is written in quotes, too.
+    """
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0o[0-7]+|[-+]?\.?(inf|nan)", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{_NUMBER.pattern})$", re.IGNORECASE), None)
 
 
 def read_value(hint: Any, value: Any, key: str) -> list[str]:

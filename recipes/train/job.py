@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-import yaml
 from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
@@ -30,6 +29,7 @@ from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
+from recipes.description import to_yaml
 from recipes.engine import make_engine
 from recipes.groups import enter, leave
 from recipes.launcher import Ranks
@@ -298,7 +298,7 @@ def _fill(folder: Path, config: Config) -> dict[str, Any]:
         start = find(Path(config.checkpoint.load_from).absolute(), say=print)
         check_startable(config, start, load_dataset(config.data.path or "").tokenizer_fingerprint)
         path = start.path
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    (folder / "config.yaml").write_text(to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
         shutil.copyfile(tokenizer, folder / tokenizer.name)

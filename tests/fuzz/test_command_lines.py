@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from recipes import pretrain, schema
+from recipes.btm import __main__ as btm
 from tests.cli.fake_data import write_dataset
 from tests.fuzz import values
 from tests.fuzz.judging import FACTOR, try_all
@@ -103,3 +104,38 @@ def test_training_answers_or_refuses(seed, launch_dir):
     assert answered > 0 and refused > answered
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MORE_MEMORY
     assert sorted(launch_dir.rglob("*")) == there, "a plan writes nothing"
+
+
+@pytest.mark.timeout(60 * FACTOR)
+def test_branch_train_merge_answers_or_refuses():
+    def cases() -> Iterator[list[str]]:
+        for number in range(int(100 * FACTOR)):
+            rng = random.Random(f"btm:{number}")
+            keys = [key for key in KEYS if key.startswith("btm.")]
+            words = [f"{key}={values.text(KEYS[key].hint, rng)}" for key in rng.sample(keys, rng.choice([1, 1, 2, 4]))]
+            words += rng.choice([[], [], ["btm=random"], ["btm=cluster"], ["btm.mix_share=0.1"], [_override(rng)]])
+            yield [*words, "train.global_batch_size=16", "--dry-run"]
+
+    answered, refused = try_all(btm.main, cases(), seconds=8)
+    assert answered > 0 and refused > 0
+
+
+NAMES = ["2023", "null", "1e5", "true", "1.10", "0x10", "007", "1_000", "nan", "no", "2024-01-02", "-1"]
+
+
+def test_any_name_of_a_domain_is_a_name(tmp_path, capsys):
+    """Numbers, truth values and null as names of domains, wherever names are written."""
+    write_dataset(tmp_path / "names", tokens=dict.fromkeys(NAMES, 100_000))
+    weights = "{" + ",".join(f"{name}:1" for name in NAMES) + "}"
+    for words in ([f"data.domain_weights={weights}"], [f"data.domain_weights.{name}=1" for name in NAMES]):
+        assert pretrain.compose(words).data.domain_weights == dict.fromkeys(NAMES, 1.0)
+    assert pretrain.main(["data.path=names", f"data.domain_weights={weights}", "--dry-run"]) == 0, (
+        capsys.readouterr().err
+    )
+    words = [
+        "data.path=names",
+        f"btm.only=[{','.join(NAMES)}]",
+        "train.global_batch_size=96",
+        "train.micro_batch_size=4",
+    ]
+    assert btm.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
