@@ -23,7 +23,7 @@ from recipes.description import one_message, read_description  # noqa: E402
 from recipes.launcher import Ranks, launch_note, rank_environment, split_arguments  # noqa: E402
 from recipes.overrides import Setting, read, resolve, split  # noqa: E402
 from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, tell, watch  # noqa: E402
-from recipes.text import user_path  # noqa: E402
+from recipes.rules import user_path  # noqa: E402
 from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from recipes import config as config_module
 from recipes.config import Config
 from recipes.rules import PathText, Range
-from recipes.text import printable
+from recipes.text import shown
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,11 @@ def show(value: Any, depth: int = 4) -> str:
         )
     if isinstance(value, dict):
         items = itertools.islice(value.items(), _SHOWN)
-        shown = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
-        return "{" + ",".join(shown) + "}"
+        pairs = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1}.."
-    text = printable(str(value)).replace("\n", "\\n")
-    text = text if len(text) <= 160 else f"{text[:150]}..."
+    text = shown(str(value))
     return text if text and text == text.strip() else repr(text)
 
 

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes.btm.arms import (
     Arm,
     Arms,
@@ -44,6 +42,7 @@ from recipes.checkpoint.rotate import find_checkpoint
 from recipes.checkpoint.trainer import check_trainer
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.description import to_yaml
 from recipes.files import replace_text
 from recipes.launcher import free_port
 from recipes.logical import moe_layers
@@ -78,7 +77,7 @@ class Pipeline:
     def run(self) -> None:
         """All stages up to the last one asked for."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(to_plain(self.config), sort_keys=False, allow_unicode=True)
+        text = to_yaml(self.config)
         replace_text(self.folder / "config.yaml", text)
         wanted = max(list(BtmStage).index(stage) for stage in self.config.btm.stages)
         stages = [self.split, self.train_seed, self.branch, self.train, self.merge, self.mix, self.evaluate]

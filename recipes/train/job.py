@@ -19,7 +19,6 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-import yaml
 from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
@@ -32,6 +31,7 @@ from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
+from recipes.description import to_yaml
 from recipes.engine import make_engine
 from recipes.files import open_append, own_folder, replace_bytes, replace_text
 from recipes.groups import enter, leave
@@ -337,7 +337,7 @@ def _fill(folder: Path, config: Config, checkpoint: Checkpoint | None) -> dict[s
         check_startable(config, checkpoint, load_dataset(config.data.path or "").tokenizer_fingerprint)
     for name in ("checkpoints", "profile", "wandb"):
         own_folder(folder / name, make=False)
-    replace_text(folder / "config.yaml", yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
         replace_bytes(folder / tokenizer.name, tokenizer.read_bytes())
