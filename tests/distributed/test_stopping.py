@@ -111,6 +111,7 @@ def test_an_evaluation_that_was_cut_off_is_made_once_and_a_finished_run_stays_as
             assert [job.wait(20) for job in jobs] == [143, 143], jobs[0].output()
         assert newest_complete(folder) == step
         assert recorded(folder, "eval/lm_loss") == list(range(2, step, 2))
+    before = ""
     for attempt in range(2):
         jobs = fork(arguments, tmp_path)
         with running(*jobs):
