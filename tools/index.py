@@ -17,7 +17,6 @@ import re
 import shutil
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 
 from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, load_dataset
 from recipes.data.documents import Report, find_domains, read_documents
-from recipes.data.indexed import megatron_indexed_dataset, narrow
+from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
 from recipes.data.tokenizer import Tokenizer, load_tokenizer
 
 # Text handed to the tokenizer at once: enough to keep its threads busy, little enough to hold in memory.
@@ -184,32 +183,23 @@ class _DomainWriter:
     """The .bin/.idx pairs of one domain."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
-        builder = megatron_indexed_dataset().IndexedDatasetBuilder
         self._prefixes = {split: folder / f"{name}_{split}" for split in SPLITS}
-        self._builders = {split: builder(f"{prefix}.bin", dtype=dtype.type) for split, prefix in self._prefixes.items()}
-        self._dtype, self._skipped = dtype, 0
-        self._documents: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
+        self._writers = {split: IndexedWriter(prefix, dtype) for split, prefix in self._prefixes.items()}
+        self._skipped = 0
 
     def add(self, split: str, ids: np.ndarray) -> None:
         """Adds one document; one without ids is only counted."""
         if len(ids) == 0:
             self._skipped += 1
-            return
-        self._builders[split].add_document(narrow(ids, self._dtype), [len(ids)])
-        self._documents[split] += 1
-        self._tokens[split] += len(ids)
+        else:
+            self._writers[split].add(ids)
 
     def finish(self) -> dict[str, Any]:
         """Closes the files; returns this domain's entry of dataset.json."""
         splits = {}
-        for split, prefix in self._prefixes.items():
-            self._builders[split].finalize(f"{prefix}.idx")
-            splits[split] = {
-                "documents": self._documents[split],
-                "tokens": self._tokens[split],
-                "bytes": Path(f"{prefix}.bin").stat().st_size,
-            }
+        for split, writer in self._writers.items():
+            sizes = writer.finish()
+            splits[split] = {**sizes, "bytes": Path(f"{self._prefixes[split]}.bin").stat().st_size}
         return {"empty_documents": self._skipped, "splits": splits}
 
 

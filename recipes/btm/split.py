@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, DatasetInfo
-from recipes.data.indexed import IndexedSource, megatron_indexed_dataset, narrow
+from recipes.data.indexed import IndexedSource, IndexedWriter
 
 # Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
 # encyclopedia by about 0.3.
@@ -111,19 +111,16 @@ def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
 
 def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:
     """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
-    builder = megatron_indexed_dataset().IndexedDatasetBuilder
     entries: dict[str, Any] = {}
     out.mkdir(parents=True, exist_ok=True)
     for name, documents in domains:
-        sizes = {}
+        splits = {}
         for split in SPLITS:
-            writer, count, tokens = builder(str(out / f"{name}_{split}.bin"), dtype=info.dtype.type), 0, 0
+            writer = IndexedWriter(out / f"{name}_{split}", info.dtype)
             for ids in documents if split == "train" else ():
-                writer.add_document(narrow(ids, info.dtype), [len(ids)])
-                count, tokens = count + 1, tokens + len(ids)
-            writer.finalize(str(out / f"{name}_{split}.idx"))
-            sizes[split] = {"documents": count, "tokens": tokens}
-        entries[name] = {"splits": sizes}
+                writer.add(ids)
+            splits[split] = writer.finish()
+        entries[name] = {"splits": splits}
     tokenizer = {"fingerprint": info.tokenizer_fingerprint, "vocab_size": info.vocab_size, "eod": info.eod}
     manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": info.dtype.name, "domains": entries}
     for file in info.folder.glob("tokenizer*"):

@@ -23,10 +23,11 @@ _AGAIN = "index the data again with `python -m tools.index --overwrite`"
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """Size of one split of one domain."""
+    """Size of one split of one domain, and the SHA-256 of its files by suffix ("bin", "idx"); None in older data sets."""
 
     documents: int
     tokens: int
+    content: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def _parse(folder: Path, manifest: dict[str, Any]) -> DatasetInfo:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):  # names become file names
             raise ValueError(f"{path}: domain name {name!r}, legal are letters, digits, '_', '-' and '.'")
         sizes = {split: domain["splits"][split] for split in SPLITS}
-        domains[name] = {split: SplitInfo(_count(s["documents"]), _count(s["tokens"])) for split, s in sizes.items()}
+        domains[name] = {
+            split: SplitInfo(_count(s["documents"]), _count(s["tokens"]), _content(s.get("content")))
+            for split, s in sizes.items()
+        }
     return DatasetInfo(
         folder=folder,
         tokenizer_fingerprint=str(tokenizer["fingerprint"]),
@@ -125,6 +129,14 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{value!r} is not a count")
     return value
+
+
+def _content(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if sorted(value) != ["bin", "idx"] or not all(re.fullmatch("[0-9a-f]{64}", value[name]) for name in value):
+        raise TypeError(f"content={value!r:.80} is not the SHA-256 of bin and idx")
+    return dict(value)
 
 
 def _check_files(info: DatasetInfo, domain: str, split: str, size: SplitInfo) -> None:

@@ -1,14 +1,17 @@
 """Megatron's indexed token files: PREFIX.bin holds the ids of all documents, PREFIX.idx where each document begins.
 
 `read_header` needs neither torch nor megatron, so that a launcher can check data before it starts anything;
-`IndexedSource` maps the ids into memory through `megatron.core.datasets.indexed_dataset`.
+`IndexedSource` maps the ids into memory, and `IndexedWriter` writes them, through
+`megatron.core.datasets.indexed_dataset`.
 """
 
+import hashlib
 import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -116,3 +119,26 @@ class IndexedSource:
     def __len__(self) -> int:
         """Number of ids."""
         return len(self.ids)
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx document by document, and knows what `dataset.json` says of them at the end."""
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype):
+        self._prefix, self._dtype = prefix, np.dtype(dtype)
+        self._builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{prefix}.bin", dtype=self._dtype.type)
+        self._digest, self._documents, self._tokens = hashlib.sha256(), 0, 0
+
+    def add(self, ids: np.ndarray) -> None:
+        """Add one document. Raises ValueError for an id that does not fit the type."""
+        stored = narrow(ids, self._dtype)
+        self._builder.add_document(stored, [len(stored)])
+        self._digest.update(stored.tobytes())
+        self._documents, self._tokens = self._documents + 1, self._tokens + len(stored)
+
+    def finish(self) -> dict[str, Any]:
+        """Close both files; returns `documents`, `tokens`, and `content`: the SHA-256 of each file, in hex."""
+        self._builder.finalize(f"{self._prefix}.idx")
+        index = hashlib.sha256(Path(f"{self._prefix}.idx").read_bytes())
+        content = {"bin": self._digest.hexdigest(), "idx": index.hexdigest()}
+        return {"documents": self._documents, "tokens": self._tokens, "content": content}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS
-from recipes.data.indexed import megatron_indexed_dataset
+from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
 
 EOD = 0
 
@@ -26,16 +26,14 @@ def write_dataset(
         splits = {}
         for split, share in zip(SPLITS, (0.96, 0.02, 0.02), strict=True):
             prefix = folder / f"{domain}_{split}"
-            builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
-            written, documents = 0, 0
+            writer, written = IndexedWriter(prefix, dtype), 0
             while written < tokens * share:
                 # Squared, so that small ids are frequent and there is something to learn.
                 ids = (generator.random(generator.integers(5, 200)) ** 2 * (vocab_size - 1)).astype(dtype) + 1
                 ids[-1] = EOD
-                builder.add_document(ids, [len(ids)])
-                written, documents = written + len(ids), documents + 1
-            builder.finalize(f"{prefix}.idx")
-            splits[split] = {"documents": documents, "tokens": written}
+                writer.add(ids)
+                written += len(ids)
+            splits[split] = writer.finish()
         entries[domain] = {"splits": splits}
     tokenizer = {"file": "none", "fingerprint": "synthetic", "vocab_size": vocab_size, "eod": EOD}
     manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": dtype.name, "domains": entries}
