@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup quickstart scaling btm test test-py312 conformance check bench clean
+.PHONY: setup quickstart scaling btm test margins test-py312 conformance check bench clean
 
 setup: data/small/dataset.json  ## .venv with everything, and the committed texts indexed
 
@@ -19,6 +19,10 @@ btm: data/eight/dataset.json  ## Branch-Train-Merge, c-BTM and BTX on eight doma
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest
+
+margins: $(READY)  ## the suite, and how much of its bound each numeric check uses
+	@mkdir -p report; rm -f report/margins.txt
+	TEST_MARGINS=$(CURDIR)/report/margins.txt $(BIN)/python -m pytest --assert=plain; $(BIN)/python -m tests.margins report/margins.txt
 
 # The distributed and patch tests on a newer interpreter, which gets the newer megatron-core.
 test-py312:

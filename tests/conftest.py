@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests import margins, ranks
+
+margins.install_if_asked()
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes.launcher import free_port
+from tests import margins
+
+margins.install_if_asked()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

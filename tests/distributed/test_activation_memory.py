@@ -171,7 +171,7 @@ def test_one_process(run_ranks, make, precision):
     plain, full, *others = (result["kept"] for result in results)
     assert full < 0.25 * plain and max(others[:-1]) <= plain
     for number in (0, 1):  # what autograd saved is all that there is, but for the ids of the batch and statistics
-        assert results[number]["saved"] == pytest.approx(results[number]["kept"], rel=0.02)
+        assert results[number]["saved"] == pytest.approx(results[number]["kept"], rel=0.04)
 
 
 def test_other_blocks(run_ranks):
@@ -235,7 +235,7 @@ def test_pipeline_stages(run_ranks, make):
     configs.append(shaped(make, parallel__pipeline_model_parallel_size=2, train__micro_batch_size=1))
     configs[-1].train.precision = Precision.bf16
     ranks = compare(run_ranks, 2, configs, bound=0.05)
-    assert ranks[0][1]["kept"] == pytest.approx(ranks[0][0]["kept"] / 2, rel=0.05), "2 of 4 micro-batches, not all"
+    assert ranks[0][1]["kept"] == pytest.approx(ranks[0][0]["kept"] / 2, rel=0.08), "2 of 4 micro-batches, not all"
 
 
 def test_four_stages(run_ranks):

@@ -3,7 +3,8 @@
     [Measured of each rank], Reference -> compare -> Errors -> which of them are beyond BOUNDS, and where
 
 A rank holds boxes of logical tensors; together the ranks of a layout hold each tensor, some parts of it several times.
-Relative error of a tensor: ||found - expected|| / max(||expected||, 1e-3 sqrt(numel) RMS), RMS over all tensors expected.
+Relative error of a tensor: ||found - expected|| / scale, where scale is the largest of ||expected||, 1e-3 sqrt(numel) RMS (over all
+tensors expected), and the norm that its rounding would be usual for (`rounding.term_norms`; at most sqrt(numel) RMS).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ BOUNDS = {
     "route_flips": 0,
 }
 # In bf16 a layout may err several times as much as one process does in bf16 (see bf16_bounds).
-MEDIAN_FACTOR, WORST_FACTOR = 2, 4
+MEDIAN_FACTOR, WORST_FACTOR = 2.5, 4
 ROUNDING = 2**-8  # of a number to bf16, relative
 TINY = float(np.finfo(np.float32).tiny)
+NO_TERMS: Mapping[str, float] = {}
 FLOOR = 1e-3  # of the RMS of all tensors: below it a tensor's own norm says nothing
 
 
@@ -94,6 +96,9 @@ class Reference:
     adam_eps: float
     lr: Mapping[OptimizerName, float]
     updates: dict[OptimizerName, Tensors] = field(default_factory=dict)  # final weights - start
+    # Of gradients and updates, see `scales`.
+    gradient_terms: Mapping[str, float] = field(default_factory=dict)
+    update_terms: dict[OptimizerName, Mapping[str, float]] = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)  # counts and biases after the SGD steps
     decided: bool = True  # whether routing withstands rounding
 
@@ -142,7 +147,7 @@ def compare(ranks: Sequence[Measured], expected: Reference, bounds: Mapping[str,
     """All errors of a layout from what its ranks measured; `bounds` say which is the worst. Those of bf16: see bf16_bounds."""
     exact = bounds is BOUNDS
     start, gradients = _boxes(rank.start for rank in ranks), _boxes(rank.gradients for rank in ranks)
-    of_gradients = tensor_errors(gradients, expected.gradients)
+    of_gradients = tensor_errors(gradients, expected.gradients, expected.gradient_terms)
     found, copies = {"grad_err": worst_of(of_gradients)}, [start, gradients]
     begins = {box.key: box.values for box in start}  # of bf16 they are rounded
     for name in OptimizerName:
@@ -156,7 +161,8 @@ def compare(ranks: Sequence[Measured], expected: Reference, bounds: Mapping[str,
             )
             for box in masters
         ]
-        found[f"{name.name}_err"] = worst_of(tensor_errors(updates, expected.updates[name]))
+        terms = expected.update_terms.get(name, {})
+        found[f"{name.name}_err"] = worst_of(tensor_errors(updates, expected.updates[name], terms))
     norm = relative((rank.norm for rank in ranks), expected.norm)
     furthest = max((rank.norm for rank in ranks), key=lambda norm: abs(norm - expected.norm))
     found["norm_err"] = Worst(norm, explain_norm(furthest, expected.gradients))
@@ -199,10 +205,20 @@ def rms(tensors: Iterable[np.ndarray]) -> float:
     return math.sqrt(squares / count)
 
 
-def tensor_errors(boxes: Iterable[Box], expected: Tensors) -> dict[str, float]:
+def scales(expected: Tensors, terms: Mapping[str, float] = NO_TERMS) -> dict[str, float]:
+    """What the error of each tensor is divided by. `terms`: the norm that the rounding of a tensor would be usual for."""
+    all_rms = rms(expected.values())
+    found = {}
+    for name, tensor in expected.items():
+        typical = math.sqrt(tensor.size) * all_rms
+        found[name] = max(float(np.linalg.norm(tensor)), FLOOR * typical, min(terms.get(name, 0.0), typical))
+    return found
+
+
+def tensor_errors(boxes: Iterable[Box], expected: Tensors, terms: Mapping[str, float] = NO_TERMS) -> dict[str, float]:
     """The relative error of each expected tensor; infinite if boxes do not cover it or a value is not finite.
 
-    Of several copies of a box the worst counts.
+    Of several copies of a box the worst counts. `terms`: see scales.
     """
     squares: dict[str, dict[tuple, float]] = {name: {} for name in expected}
     covered = {name: np.zeros(tensor.shape, dtype=bool) for name, tensor in expected.items()}
@@ -213,11 +229,9 @@ def tensor_errors(boxes: Iterable[Box], expected: Tensors) -> dict[str, float]:
         worst = squares[box.name].get(key, 0.0)
         squares[box.name][key] = max(worst, square) if math.isfinite(square) else math.inf
         covered[box.name][box.window] = True
-    scale = rms(expected.values())
     errors = {}
-    for name, tensor in expected.items():
-        least = FLOOR * math.sqrt(tensor.size) * scale
-        error = math.sqrt(sum(squares[name].values())) / max(float(np.linalg.norm(tensor)), least)
+    for name, scale in scales(expected, terms).items():
+        error = math.sqrt(sum(squares[name].values())) / scale
         errors[name] = error if covered[name].all() and math.isfinite(error) else math.inf
     return errors
 

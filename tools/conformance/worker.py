@@ -6,6 +6,7 @@ reference  plain autograd and torch's optimizers on the whole batch, alone
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -30,6 +31,7 @@ from recipes.train.guard import SpikeGuard
 from recipes.train.job import start_process
 from recipes.train.step import StepResult, train_step
 from tools.conformance.compare import Box, Measured, Reference, Routed, rms
+from tools.conformance.rounding import RandomRounding, term_norms
 
 # Libraries have made half a million objects, of which none becomes garbage: neither in ranks nor at the end of the server that
 # they are forked from they need be looked at.
@@ -180,11 +182,15 @@ def reference(config: Config, accumulation: int) -> Reference:
         clip_grad=norm / 2 if config.optimizer.clip_grad else 0.0,
         adam_eps=scale,
         lr={OptimizerName.sgd: UPDATE / scale, OptimizerName.adamw: ADAMW_LR},
+        gradient_terms=term_norms(lambda rounding: _gradients(config, accumulation, rounding), gradients),
     )
     for name in OptimizerName:
         plain = _train(config, accumulation, name, found)
-        now = plain.tensors(lambda parameter: parameter)
-        found.updates[name] = {key: now[key].astype(np.float64) - found.start[key] for key in now}
+        found.updates[name] = plain.updates(found)
+        found.update_terms[name] = term_norms(
+            lambda rounding, name=name: _train(config, accumulation, name, found, rounding=rounding).updates(found),  # type: ignore[misc]
+            found.updates[name],
+        )
         if name is OptimizerName.sgd:
             found.experts = {} if plain.model.moe is None else plain.model.moe.state()
         for sign in (1, -1) if found.routes else ():
@@ -195,9 +201,16 @@ def reference(config: Config, accumulation: int) -> Reference:
     return found
 
 
-def _train(config: Config, accumulation: int, name: OptimizerName, found: Reference, nudge: float = 0.0) -> _Plain:
-    """The steps of an optimizer, clipped as the reference says; `nudge`: see _Plain."""
-    plain = _Plain(config, accumulation, nudge)
+def _gradients(config: Config, accumulation: int, rounding: RandomRounding) -> dict[str, np.ndarray]:
+    """Of the first step."""
+    plain = _Plain(config, accumulation, rounding=rounding)
+    plain.gradient(step=0)
+    return plain.tensors(lambda parameter: parameter.grad)
+
+
+def _train(config: Config, accumulation: int, name: OptimizerName, found: Reference, **changes: Any) -> _Plain:
+    """The steps of an optimizer, clipped as the reference says; `changes`: `nudge` and `rounding` of _Plain."""
+    plain = _Plain(config, accumulation, **changes)
     optimizer = plain.optimizer(name, found)
     for step in range(STEPS):
         plain.gradient(step)
@@ -215,8 +228,9 @@ def _same_routes(one: Recorder, other: Recorder) -> bool:
 class _Plain:
     """The model on one process with plain autograd; embedded tokens are changed at random by `nudge` of their size."""
 
-    def __init__(self, config: Config, accumulation: int, nudge: float = 0.0):
+    def __init__(self, config: Config, accumulation: int, nudge: float = 0.0, rounding: RandomRounding | None = None):
         self.config, self.accumulation = config, accumulation
+        self.rounding = rounding or contextlib.nullcontext()
         self.model, self.entries = build(config, Layout(1))
         if nudge:
             generator = torch.Generator().manual_seed(config.run.seed)
@@ -234,8 +248,9 @@ class _Plain:
         tokens = sum(int(valid_tokens(inputs).sum()) for inputs in batches)
         total = 0.0
         for inputs in batches:
-            nll = self.model(**inputs).sum()
-            (nll / tokens).backward()
+            with self.rounding:
+                nll = self.model(**inputs).sum()
+                (nll / tokens).backward()
             total += float(nll.detach())
         return total / tokens, {} if self.model.moe is None else self.model.moe.finish_step()
 
@@ -262,6 +277,10 @@ class _Plain:
             for entry in self.entries
             for piece in entry.pieces
         }
+
+    def updates(self, found: Reference) -> dict[str, np.ndarray]:
+        """Weights minus initial weights."""
+        return {key: now.astype(np.float64) - found.start[key] for key, now in self.tensors(lambda p: p).items()}
 
 
 def _lr_scale(config: Config, name: str) -> float:
