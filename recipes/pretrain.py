@@ -19,7 +19,8 @@ if not __package__:  # run as a file: the modules beside this one must not becom
 
 from recipes import schema  # noqa: E402
 from recipes.config import Config  # noqa: E402
-from recipes.launcher import Ranks, fail, heavy_imports, rank_environment, run_guarded, split_arguments  # noqa: E402
+from recipes.launcher import Ranks, launch_note, rank_environment, split_arguments  # noqa: E402
+from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, watch  # noqa: E402
 from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 
@@ -133,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.help or arguments.version:
             print(_help() if arguments.help else _version())
             return 0
-        ranks = rank_environment(os.environ)
+        # Plans are made in processes that have other uses for their signals.
+        launcher = "" if arguments.dry_run else watch(os.environ).identity
+        ranks = rank_environment(os.environ, launcher)
         config = compose(arguments.overrides)
         world_size = ranks.world_size
         if arguments.dry_run and world_size == 1:  # plan for as many ranks as the description asks for
@@ -148,6 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     except ValueError as error:
         return fail(error, os.environ)
+    except Signalled as stopped:
+        end_by(stopped)
+    if note := launch_note(os.environ, ranks):
+        print(f"note: {note}", file=sys.stderr)
     if arguments.ignored and ranks.rank == 0:
         print(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}", file=sys.stderr)
 

@@ -19,7 +19,8 @@ from recipes.checkpoint.format import MANIFEST, TRAINER, Checkpoint, open_checkp
 from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.manifest import TRAINER_KIND
 from recipes.checkpoint.rotate import find_checkpoint
-from recipes.config import Config, from_plain
+from recipes.config import Config
+from recipes.description import check_description
 from recipes.groups import enter
 from recipes.logical import logical_tensors
 from recipes.model.gpt import GPT, registry
@@ -73,7 +74,7 @@ def stored_config(checkpoint: Checkpoint) -> Config:
     """The description stored in a checkpoint, whose model has exactly the tensors of the checkpoint."""
     where = checkpoint.path / TRAINER
     try:
-        config = from_plain(Config, checkpoint.trainer.get("config"))
+        config = check_description(checkpoint.trainer.get("config"))
     except ValueError as error:
         raise ValueError(f"{where}: config: {error}; it was written by another version, or damaged") from error
     stored = {name: shape for name, (shape, _) in checkpoint.tensors("model").items()}

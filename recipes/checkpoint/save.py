@@ -21,8 +21,18 @@ class CheckpointError(RuntimeError):
     """The checkpoint could not be written; those before it are intact."""
 
 
-def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], keep: int, protect: list[Path]) -> Path:
+def save(
+    directory: Path,
+    step: int,
+    engine: Engine,
+    trainer: dict[str, Any],
+    keep: int,
+    protect: list[Path],
+    rng: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+
+    `rng`: the generators' states after the step; None: as they are now.
 
     Raises CheckpointError on every rank when any rank could not write.
     """
@@ -30,7 +40,7 @@ def save(directory: Path, step: int, engine: Engine, trainer: dict[str, Any], ke
     partial = Path(_on_rank_zero(lambda: str(begin(directory, step))))
     records, problem = [], None
     boxes = _owned_boxes(engine, rank, world_size)
-    boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in rng_state().items()]
+    boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in (rng or rng_state()).items()]
     try:
         for kind, members in boxes.items():
             if members:
@@ -87,4 +97,5 @@ def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[B
 
 
 def _box(name: str, piece: Piece, state: torch.Tensor) -> Box:
-    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float())
+    """In host memory, so that the boxes of a rank never lie on its device together."""
+    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float().cpu())

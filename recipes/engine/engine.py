@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -53,6 +54,7 @@ class Engine:
         self.optimizer = make_optimizer(config, parameters, self.layout)
         settings = deepspeed_settings(config, self.layout)
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
+        self.offloaded = "offload_optimizer" in settings["zero_optimization"]
         self.inner = self._initialize(settings)
         self.wrapper = self.inner.optimizer
         prepare_moments(self.optimizer, self.wrapper)
@@ -132,6 +134,13 @@ class Engine:
         self.inner.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
         if not self.inner.is_gradient_accumulation_boundary():
             self.inner.step()  # only counts the micro-batch
+        else:
+            self._await_host_gradients()
+
+    def _await_host_gradients(self) -> None:
+        """Wait until offloaded gradients are in host memory: DeepSpeed copies them there on its own streams and goes on."""
+        if self.offloaded:
+            get_accelerator().synchronize()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -142,8 +151,10 @@ class Engine:
         squares = torch.zeros((), dtype=torch.float64, device=collectives.device())
         for copies, tensors in self._gradient_parts():
             squares += _square_sum(tensors) / copies
-        self._norm = collectives.sum_over_ranks(squares).sqrt().float()
-        norm = float(self._norm)
+        norm_on_device = collectives.sum_over_ranks(squares).sqrt().float()
+        norm = float(norm_on_device)
+        # Where the gradients are: host tensors cannot be scaled by a number that lies on a device.
+        self._norm = norm_on_device.cpu() if self.offloaded else norm_on_device
         return norm if math.isfinite(norm) else math.inf
 
     def _gradient_parts(self) -> list[tuple[int, list[torch.Tensor]]]:

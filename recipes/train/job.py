@@ -37,7 +37,7 @@ from recipes.model.gpt import GPT, registry
 from recipes.plan.size import total_parameters
 from recipes.telemetry.console import NoProgress, loss_table, open_progress
 from recipes.telemetry.environment import describe_environment
-from recipes.telemetry.jsonl import MetricsFile, NoMetrics
+from recipes.telemetry.jsonl import MetricsFile, NoMetrics, read_metrics
 from recipes.telemetry.profiler import NoProfile, ProfileWindow
 from recipes.telemetry.summary import write_json
 from recipes.telemetry.throughput import StepTimer
@@ -46,11 +46,11 @@ from recipes.topology import Role, layout_of
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
 from recipes.train.resume import check_resumable, check_startable
-from recipes.train.signals import StopRequest
+from recipes.train.signals import Stop
 
 
 def run(config: Config, ranks: Ranks) -> None:
-    """Train as described. Raises ValueError for mistakes that only show now; SystemExit(128 + n) after signal n."""
+    """Train as described. Raises ValueError for mistakes that only show now; a signal ends the process (see `Stop`)."""
     started = time.monotonic()
     start_process(config, ranks)
     job = Job(config, ranks)
@@ -58,31 +58,29 @@ def run(config: Config, ranks: Ranks) -> None:
     try:
         loop.train(job)
         failed = False
+        job.write_summary(time.monotonic() - started)
+    except BaseException:
+        job.stop.hold()
+        raise
     finally:
         job.close(failed)
-    if ranks.rank == 0:
-        job.write_summary(time.monotonic() - started)
     job.engine.close()
     leave()
     collectives.stop()
-    job.stop.restore()
-    if job.stop.signal is not None:
-        raise SystemExit(128 + job.stop.signal)
 
 
 def start_process(config: Config, ranks: Ranks) -> None:
     """Threads, upstream patches, process groups and seeds."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    # Megatron-core overlaps communication in launch order. CUDA reads this once, when it is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local_rank)
+        # Some launchers show each rank its own device alone; `start` refuses two ranks on one.
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
     os.environ.update(ranks.environment())
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps communication in launch order
     apply_all(say=lambda line: None)  # shown by Job, kept in environment.json
-    collectives.start()
-    hashes = set(collectives.gather_json(config_hash(config)))
-    if len(hashes) > 1:
-        raise ValueError("the ranks were given different settings; start all of them with the same overrides")
+    collectives.start(ranks, config_hash(config))
     groups = enter(layout_of(config, ranks.world_size))
     # Dropout differs between data-parallel ranks, which hold different samples of one batch, and between pipeline stages, which
     # hold different layers; where tensor-parallel ranks share matrices or positions, megatron-core's tracker makes it differ
@@ -112,10 +110,32 @@ class Job:
         self._open_data()
         notes = [] if checkpoint is None else self._resume(checkpoint)
         self._open_telemetry(checkpoint, notes)  # after all that may fail, so that no W&B run is left open
-        self.stop = StopRequest()  # until here a signal ends the process at once: nothing is lost
         self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
+        self._remember(checkpoint)
+        self.stop = Stop(  # until here a signal ends the process at once: nothing is lost
+            ranks.rank, ranks.world_size, collectives.store(), lambda: loop.save_apart(self), self._leave_early
+        )
+
+    def _remember(self, checkpoint: Checkpoint | None) -> None:
+        """What this run has done before it was stopped, from its checkpoint and its records."""
+        self.started, self.saved_at = time.monotonic(), time.monotonic()
+        self.plain_config = to_plain(self.config)
+        self.finished: loop.Finished | None = None
         self.last_values: dict[str, Any] = {}
         self.evaluation: dict[str, float] = {}
+        self.evaluated_step = 0
+        if checkpoint is not None and self._ours(checkpoint):
+            self.finished = loop.Finished(checkpoint.step, checkpoint.trainer)
+            records: dict[str, Any] = {"step": {}, "evaluation": {}}
+            if self.ranks.rank == 0:
+                for row in read_metrics(self.folder / "metrics.jsonl"):
+                    records["evaluation" if "eval/lm_loss" in row else "step"] = row
+            records = collectives.broadcast_json(records)
+            self.last_values = {key: value for key, value in records["step"].items() if key != "step"}
+            self.evaluated_step = records["evaluation"].pop("step", 0)
+            self.evaluation = records["evaluation"]
+        self._evaluated_before = self.evaluated_step
+        self.saved_step = 0 if self.finished is None else self.finished.step
 
     def _open_data(self) -> None:
         config = self.config
@@ -172,9 +192,15 @@ class Job:
         """Whether this run wrote it, and not the run that this one started from."""
         return checkpoint.path.parents[1] == self.folder
 
-    def stop_requested(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.stop.signal is not None
+    def _leave_early(self) -> None:
+        """The records of a run that was stopped; the main thread may still write to them."""
+        if self.finished is None:
+            self.progress.say("stopped before the first step was done: nothing to save")
+        elif self.ranks.rank == 0:
+            self.progress.say(f"stopped after step {self.saved_step} as asked; run.resume=auto goes on from here")
+            self.write_summary(time.monotonic() - self.started)
+        self.progress.close()
+        self.wandb.finish(failed=False)
 
     def show_losses(self, step: int, losses: dict[str, float]) -> None:
         """The held-out loss per domain as a table."""
@@ -192,18 +218,25 @@ class Job:
             last_to_first.callback(self.profile.close)
 
     def write_summary(self, seconds: float) -> None:
-        """`summary.json`: the last values, the evaluation, the time spent."""
+        """`summary.json`: the last values, the evaluation, the time spent. Stays as it is when this job had nothing to do."""
+        done = 0 if self.finished is None else self.finished.step
+        evaluated = self.evaluated_step == done or not self.config.train.eval_samples
+        path = self.folder / "summary.json"
+        idle = done < self.first_step and self.evaluated_step == self._evaluated_before
+        if self.ranks.rank != 0 or (idle and path.exists()):
+            return
         summary = {
             "name": self.config.run.name,
-            "steps": self.last_values.get("consumed_samples", 0) // self.config.train.global_batch_size,
+            "steps": done,
+            "complete": done == self.config.train.steps and evaluated,
             "parameters": total_parameters(self.config),
             "world_size": self.ranks.world_size,
             "seconds": seconds,
-            "tokens_per_second": self.timer.smoothed_tokens_per_second,
+            "tokens_per_second": self.timer.smoothed_tokens_per_second or self.last_values.get("tokens_per_second"),
             **{key: self.last_values.get(key) for key in ("lm_loss", "grad_norm", "skipped_steps")},
             **self.evaluation,
         }
-        write_json(self.folder / "summary.json", summary)
+        write_json(path, summary)
 
 
 def _claim_folder(config: Config, ranks: Ranks) -> tuple[Path, Checkpoint | None, TextIO | None]:

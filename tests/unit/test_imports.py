@@ -11,7 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A module may import its own floor and every lower one.
 FLOORS = [
-    {"recipes", "recipes.config", "recipes.schema", "recipes.topology", "recipes.launcher"},
+    {
+        "recipes",
+        "recipes.rules",
+        "recipes.text",
+        "recipes.config",
+        "recipes.schema",
+        "recipes.description",
+        "recipes.topology",
+        "recipes.launcher",
+    },
     {"recipes.collectives", "recipes.groups", "recipes.partial", "recipes.logical", "recipes.data"},
     {"recipes.moe", "recipes.telemetry", "recipes.plan"},
     {"recipes.model", "recipes.validation"},

@@ -4,7 +4,7 @@
 
 A rank holds boxes of logical tensors; together the ranks of a layout hold each tensor, some parts of it several times.
 Relative error of a tensor: ||found - expected|| / scale, where scale is the largest of ||expected||, 1e-3 sqrt(numel) RMS (over all
-tensors expected), and the norm that its rounding would be usual for (`rounding.term_norms`; at most sqrt(numel) RMS).
+tensors expected), and the norm that would make its rounding an ordinary one (`rounding.term_norms`; at most sqrt(numel) RMS).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def rms(tensors: Iterable[np.ndarray]) -> float:
 
 
 def scales(expected: Tensors, terms: Mapping[str, float] = NO_TERMS) -> dict[str, float]:
-    """What the error of each tensor is divided by. `terms`: the norm that the rounding of a tensor would be usual for."""
+    """What the error of each tensor is divided by. `terms`: see rounding.term_norms."""
     all_rms = rms(expected.values())
     found = {}
     for name, tensor in expected.items():

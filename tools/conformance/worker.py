@@ -142,7 +142,7 @@ class _Trial(SpikeGuard):
         results: list[StepResult] = []
         for step in range(STEPS):
             batches = micro_batches(config, step, accumulation, index, size)
-            results.append(train_step(self.engine, batches, config.optimizer.lr, self, stop_requested=False))
+            results.append(train_step(self.engine, batches, config.optimizer.lr, self))
             aux = {} if model.moe is None else model.moe.finish_step()
             self.aux = self.aux or aux
         self.first = results[0]

@@ -1,0 +1,52 @@
+"""Text that people or other programs wrote, made safe to print, to store, and to use as a path."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import Path
+
+from recipes.rules import PathText
+
+_HIDDEN = "***"
+# scheme://user:password@host, and values of a URL's query that sign or authorise it.
+_USER_INFO = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#'\"]+@")
+_QUERY = re.compile(
+    r"(?P<name>[?&;][^=&;\s]*(?:key|token|secret|passw|pwd|sig|auth|credential)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE
+)
+# What well-known services begin their keys with, and bearer tokens.
+_KEYS = re.compile(
+    r"\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abp]-|sk-|AKIA|wandb_v1_)[A-Za-z0-9_-]{12,}|(?<=Bearer )\S+"
+)
+
+
+def redact(text: str) -> str:
+    """`text` without passwords and keys: those in URLs, and those that can be told by their form."""
+    text = _USER_INFO.sub(rf"\g<scheme>{_HIDDEN}@", text)
+    return _KEYS.sub(_HIDDEN, _QUERY.sub(rf"\g<name>{_HIDDEN}", text))
+
+
+def printable(text: str) -> str:
+    """`text` with control characters (but line breaks) and bytes that are no UTF-8 as escapes, for any terminal or log."""
+    return "".join(
+        character
+        if character == "\n" or unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp")
+        else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
+    )
+
+
+def user_path(text: str) -> Path:
+    """The path that a user of the shell means: `~` and `~name` at its start are home folders, relative ones start here.
+
+    Raises ValueError saying what no path can be.
+    """
+    if (problem := PathText().problem(text)) is not None:
+        raise ValueError(problem)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise ValueError(f"{text.split('/')[0]} is no home folder; write ./{text} for a folder of that name") from error
+    if (problem := PathText().problem(str(path))) is not None:
+        raise ValueError(problem)
+    return path
