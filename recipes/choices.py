@@ -12,6 +12,13 @@ class Resume(enum.Enum):
     auto = "auto"
 
 
+class CheckpointLoad(enum.Enum):
+    """What a new run takes from the checkpoint of another: everything, so that it goes on there; or the weights, at step 0."""
+
+    all = "all"
+    weights = "weights"
+
+
 class Precision(enum.Enum):
     """Type of weights and activations; masters, moments, norms and losses are fp32 in both."""
 

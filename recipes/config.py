@@ -21,6 +21,7 @@ from recipes.choices import (
     Activation,
     AuxLossScope,
     BtmStage,
+    CheckpointLoad,
     DecayStyle,
     ExpertPrior,
     MoeBackend,
@@ -74,6 +75,7 @@ class RunConfig:
     dir: Free[Folder | None] = None  # run folder, relative to the launch directory; null: outputs/<name>-<date>-<time>
     seed: Identity[Annotated[int, Range(0, 2**62)]] = 1234  # of initial weights, data order and dropout
     resume: Free[Resume] = Resume.never
+    resume_with: Free[Names] = field(default_factory=list)  # keys whose change makes it another run, and is accepted
 
 
 @dataclass
@@ -297,15 +299,15 @@ class ScheduleConfig:
 class CheckpointConfig:
     """When training state is written, and which is read."""
 
-    load_from: Free[Folder | None] = (
-        None  # checkpoint of another run, whose weights, moments and step a new run starts with
-    )
+    load_from: Free[Folder | None] = None  # checkpoint of another run, from which a new run starts
+    load: Free[CheckpointLoad] = (
+        CheckpointLoad.all
+    )  # of load_from: weights, moments and step; or weights alone, at step 0
     save_interval: Said[CountOrNone] = 0  # steps between checkpoints; 0: by time alone
     save_interval_minutes: Said[Factor] = 30.0  # minutes between checkpoints, on rank 0's clock; 0: by steps alone
     save_final: Said[bool] = True  # write one after the last step
     keep: Said[Count] = 2  # newest checkpoints kept
     load_step: Free[Count | None] = None  # with run.resume=auto: exactly this one; null: the newest complete one
-    override_schedule: Said[bool] = False  # resume although the steps or the schedule differ from the checkpoint's
 
 
 @dataclass
@@ -414,4 +416,7 @@ def to_plain(config: Any) -> Any:
 
 def config_hash(config: Config) -> str:
     """Hex digest by which ranks make sure that they run the same description."""
-    return hashlib.sha256(json.dumps(to_plain(config), sort_keys=True).encode()).hexdigest()
+    plain = to_plain(config)
+    # Rank 0 alone has a W&B run, and its node's variables.
+    plain["telemetry"] = {key: value for key, value in plain["telemetry"].items() if not key.startswith("wandb_")}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -11,6 +11,8 @@ import typing
 from typing import Annotated, TypeVar
 
 T = TypeVar("T")
+# What is no key of the description but part of a run's identity all the same, as run.resume_with names it.
+TOKENIZER, CONTENT = "data.tokenizer", "data.content"
 
 
 class OnResume(enum.Enum):

@@ -9,8 +9,6 @@ Nothing heavy is imported until the description is known to be legal.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import os
 import signal
 import sys
@@ -19,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipes.config import Config, Resume
+from recipes.config import Config
 from recipes.launcher import split_arguments
 from recipes.pretrain import compose
+from recipes.run_folder import RunFolder
+from recipes.telemetry.wandb_variables import kept_back
 from recipes.validation import prepare, problems
 
 if TYPE_CHECKING:
@@ -92,28 +92,14 @@ def _run(config: Config, overrides: Sequence[str]) -> None:
             f"data.domain_weights={weights} of the experiment: give it on the command line of recipes.btm instead"
         )
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
-    pipeline = Pipeline(config, overrides, folder, console.print)
-    folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
-    console.print(f"run folder {folder}")
-    with _claimed(folder, shared=bool(config.btm.only)):
+    claim = RunFolder(config.run, shared=bool(config.btm.only))
+    with contextlib.closing(claim):
+        with claim.untouched_when_refused():
+            pipeline = Pipeline(config, overrides, claim.path, console.print)
+        console.print(f"run folder {claim.path}")
+        if note := kept_back(os.environ):
+            console.print(f"note: {note}")
         pipeline.run()
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, shared: bool) -> Iterator[None]:
-    """Keep other calls out of the folder; those that train only some branches may share it."""
-    with (folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"run.dir={folder}: another call is running there; wait for it, or use another folder"
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            print(f"no lock on {folder} ({error.strerror}): start no second call there", flush=True)
-        yield
 
 
 @contextlib.contextmanager

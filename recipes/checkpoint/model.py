@@ -40,13 +40,14 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Con
         _start_alone()
     model = GPT(config).to(collectives.device())
     load_weights(checkpoint, registry(model, config))
-    if config.moe.moe_router_enable_expert_bias:
-        _load_biases(model, checkpoint)
+    load_biases(model, checkpoint)
     return model.eval(), config, checkpoint
 
 
-def _load_biases(model: GPT, checkpoint: Checkpoint) -> None:
-    """Biases of the choice of experts, which are state of the trainer and no weights."""
+def load_biases(model: GPT, checkpoint: Checkpoint) -> None:
+    """Biases of the choice of experts, where a model has some: they are state of the trainer and no weights."""
+    if not model.config.moe.moe_router_enable_expert_bias:
+        return
     assert model.moe is not None
     try:
         model.moe.load({"bias": checkpoint.trainer["moe"]["bias"]})
@@ -70,13 +71,18 @@ def find(path: Path, say: Callable[[str], None]) -> Checkpoint:
     return open_checkpoint(found)
 
 
+def description(checkpoint: Checkpoint) -> Config:
+    """The description stored in a checkpoint. Raises ValueError when it keeps not every rule of the schema."""
+    try:
+        return check_description(checkpoint.trainer.get("config"))
+    except ValueError as error:
+        why = "it was written by another version, or damaged"
+        raise ValueError(f"{checkpoint.path / TRAINER}: config: {error}; {why}") from error
+
+
 def stored_config(checkpoint: Checkpoint) -> Config:
     """The description stored in a checkpoint, whose model has exactly the tensors of the checkpoint."""
-    where = checkpoint.path / TRAINER
-    try:
-        config = check_description(checkpoint.trainer.get("config"))
-    except ValueError as error:
-        raise ValueError(f"{where}: config: {error}; it was written by another version, or damaged") from error
+    where, config = checkpoint.path / TRAINER, description(checkpoint)
     stored = {name: shape for name, (shape, _) in checkpoint.tensors("model").items()}
     model = config.model
     # The manifest has bounded the stored sizes by those of the files, so what fits them can be allocated.
