@@ -13,12 +13,13 @@ import enum
 import itertools
 import math
 import typing
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes import schema
 from recipes.config import Config
 from recipes.rules import Length, Range, Text
 
+Record = TypeVar("Record")
 MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
 MAX_SHOWN = 20  # problems in one message
 MAX_DEPTH, MAX_ITEMS = 16, 10_000  # of values that have no type of their own (`deepspeed.extra`)
@@ -43,6 +44,20 @@ def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list
     reader = _Reader(complete)
     config = reader.group(Config, plain, "")
     return config if isinstance(config, Config) else Config(), reader.found
+
+
+def read_record(kind: type[Record], plain: Any) -> Record:
+    """An instance of the dataclass `kind`, any, from plain values; keys that it does not have are passed over.
+
+    Raises ValueError with one message that names every key that is missing or of another type.
+    """
+    if not isinstance(plain, dict):
+        raise ValueError(f"must be a mapping, not {schema.show(plain)}")
+    reader = _Reader(complete=True)
+    record = reader.record(kind, plain, "")
+    if reader.found:
+        raise ValueError(one_message(reader.found))
+    return record
 
 
 def one_message(problems: list[str]) -> str:
@@ -80,6 +95,18 @@ class _Reader:
                 self.found.append(f"{full}: is missing")
         return kind(**read)
 
+    def record(self, kind: Any, value: dict, key: str) -> Any:
+        """An instance of any dataclass; None when the value has a problem."""
+        hints, before, prefix = (
+            typing.get_type_hints(kind, include_extras=True),
+            len(self.found),
+            f"{key}." if key else "",
+        )
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+        self.found += [f"{prefix}{name}: is missing" for name in needed if name not in value]
+        read = {name: self.value(hint, value[name], f"{prefix}{name}") for name, hint in hints.items() if name in value}
+        return kind(**read) if len(self.found) == before else None
+
     def entry(self, hint: Any, value: Any, key: str) -> Any:
         """The value of one key; its default when it is not legal."""
         before = len(self.found)
@@ -98,6 +125,8 @@ class _Reader:
         options = typing.get_args(kind)
         if kind is Any:
             return self.anything(value, key, 1)
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return self.record(kind, value, key)
         if typing.get_origin(kind) in (list, dict) and isinstance(value, typing.get_origin(kind)):
             return self._collection(value, options, rules, key)
         if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -117,14 +117,36 @@ def stage_layers(config: Config, stages: int) -> list[list[int]]:
 def logical_tensors(config: Config) -> dict[str, LogicalTensor]:
     """Every logical tensor of the model by name, in forward order. `model.vocab_size` must be known."""
     model = config.model
-    assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
-    tensors = [LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)]
+    first, *last = _outer_tensors(model)
+    tensors, counts = [first], expert_counts(config)
     for layer in range(model.num_layers):
-        tensors += _block_tensors(config, layer)
-    tensors += _norm_tensors(model, "final_norm", model.hidden_size)
+        tensors += _block_tensors(config, layer, counts.get(layer, 0))
+    return {tensor.name: tensor for tensor in [*tensors, *last]}
+
+
+def tensor_kinds(config: Config) -> Iterator[tuple[LogicalTensor, list[int], int]]:
+    """Every logical tensor, but one for all that are alike: the tensor, the layers that have it (none: it is of no layer), and how
+    many of it each of them has.
+
+    Layers with equally many experts are alike, and so are the experts of a layer: the sizes of a model of any depth follow at once.
+    """
+    counts, alike = expert_counts(config), {}  # type: ignore[var-annotated]
+    for layer in range(config.model.num_layers):
+        alike.setdefault(counts.get(layer, 0), []).append(layer)
+    for tensor in _outer_tensors(config.model):
+        yield tensor, [], 1
+    for num_experts, layers in alike.items():
+        for tensor in _block_tensors(config, layers[0], num_experts, listed=min(1, num_experts)):
+            yield tensor, layers, num_experts if ".moe.experts." in tensor.name else 1
+
+
+def _outer_tensors(model: ModelConfig) -> Iterator[LogicalTensor]:
+    """Those of no layer."""
+    assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
+    yield LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)
+    yield from _norm_tensors(model, "final_norm", model.hidden_size)
     if not model.share_embeddings_and_output_weights:
-        tensors.append(LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std))
-    return {tensor.name: tensor for tensor in tensors}
+        yield LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)
 
 
 def _norm_tensors(model: ModelConfig, name: str, width: int) -> Iterator[LogicalTensor]:
@@ -153,7 +175,8 @@ def _residual_std(model: ModelConfig) -> float:
     return model.init_method_std / math.sqrt(2 * model.num_layers)
 
 
-def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
+def _block_tensors(config: Config, layer: int, num_experts: int, listed: int | None = None) -> Iterator[LogicalTensor]:
+    """Of a layer with `num_experts` (0: a dense one), of which the first `listed` are named; None: all."""
     model, prefix = config.model, f"layers.{layer}"
     hidden, width = model.hidden_size, head_width(model)
     query, kv = width * model.num_attention_heads, width * num_kv_heads(model)
@@ -166,18 +189,18 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
         yield from _norm_tensors(model, f"{prefix}.attention.k_norm", width)
     yield from _linear_tensors(f"{prefix}.attention.out", hidden, query, _residual_std(model), bias)
     yield from _norm_tensors(model, f"{prefix}.ffn_norm", hidden)
-    if layer not in moe_layers(config):
+    if not num_experts:
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
-    yield from _moe_tensors(config, f"{prefix}.moe", num_moe_experts(config, layer))
+    yield from _moe_tensors(config, f"{prefix}.moe", num_experts, num_experts if listed is None else listed)
 
 
-def _moe_tensors(config: Config, prefix: str, num_experts: int) -> Iterator[LogicalTensor]:
+def _moe_tensors(config: Config, prefix: str, num_experts: int, listed: int) -> Iterator[LogicalTensor]:
     moe, hidden, std = config.moe, config.model.hidden_size, config.model.init_method_std
     scale = math.sqrt(moe.moe_init_scale)  # of deviations (Fedus et al. 2021, arXiv 2101.03961, sec. 2.4)
     if learns_routes(moe):
         yield from _linear_tensors(f"{prefix}.router", num_experts, hidden, scale * std, bias=False)
-    for expert in range(num_experts):
+    for expert in range(listed):
         yield from _mlp_tensors(config, f"{prefix}.experts.{expert}", expert_width(config), scale=scale)
     if moe.moe_shared_expert_intermediate_size:
         yield from _mlp_tensors(config, f"{prefix}.shared", moe.moe_shared_expert_intermediate_size)
@@ -328,7 +351,7 @@ _ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
 def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
     """Pieces of the block parameter called `name`, of local shape `shape`, in global layer `layer`."""
     model = config.model
-    tensors = {t.name: t for t in _block_tensors(config, layer)}
+    tensors = {t.name: t for t in _block_tensors(config, layer, expert_counts(config).get(layer, 0))}
     if name.startswith("mlp.") and layer in moe_layers(config):
         first = place.experts.index * num_moe_experts(config, layer) // place.experts.count
         return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, place, first)

@@ -6,11 +6,10 @@ import contextlib
 import datetime
 import fcntl
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from recipes.config import Resume, RunConfig
+from recipes.files import open_append
 
 _LOCK = ".lock"
 
@@ -40,7 +39,7 @@ class RunFolder:
             self.path = Path(run.dir).absolute()
             self._made = self._make(run.resume)
         self._lock_made = not (self.path / _LOCK).exists()
-        self._lock: TextIO = (self.path / _LOCK).open("a")
+        self._lock = open_append(self.path / _LOCK)
         try:
             fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -65,16 +64,11 @@ class RunFolder:
         """Let others in."""
         self._lock.close()
 
-    @contextlib.contextmanager
-    def untouched_when_refused(self) -> Iterator[None]:
-        """When the block raises ValueError, what this job has made of the folder so far (itself, its lock) is removed."""
-        try:
-            yield
-        except ValueError:
-            if self._lock_made:
-                (self.path / _LOCK).unlink(missing_ok=True)
-            if self._made:
-                with contextlib.suppress(OSError):  # somebody else has put something there
-                    self.path.rmdir()
-            self.close()
-            raise
+    def abandon(self) -> None:
+        """Leave the folder as it was before: what this job has made of it (itself, its lock) is removed."""
+        if self._lock_made:
+            (self.path / _LOCK).unlink(missing_ok=True)
+        if self._made:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                self.path.rmdir()
+        self.close()

@@ -22,15 +22,13 @@ from typing import Annotated, Any
 from recipes import config as config_module
 from recipes.config import Config
 from recipes.fields import CONTENT, TOKENIZER, OnResume, classes
-from recipes.rules import Range
+from recipes.rules import PathText, Range
 from recipes.text import printable
 
 # Keys of earlier versions, and what is used in their place.
 REMOVED = {
     "checkpoint.override_schedule": "name the keys whose change is accepted, as in run.resume_with=[train.steps]"
 }
-# Mappings whose keys are the user's: domain names, DeepSpeed's own settings.
-FREE_FORM = ("deepspeed.extra", "data.domain_weights", "btm.average_weights")
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,13 @@ def entry_of(key: str) -> Entry | None:
     """The entry that a place such as `telemetry.profile_steps[1]` or `data.domain_weights.en` belongs to."""
     group, _, name = key.partition(".")
     return entries().get(f"{group}.{re.split('[.[]', name, maxsplit=1)[0]}")
+
+
+@functools.cache
+def path_keys() -> list[str]:
+    """The keys that name a file or folder."""
+    rules = {key: bare(without_null(entry.hint)[0])[1] for key, entry in entries().items()}
+    return [key for key, found in rules.items() if any(isinstance(rule, PathText) for rule in found)]
 
 
 def first_key(group: str) -> str:

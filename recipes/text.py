@@ -50,3 +50,8 @@ def user_path(text: str) -> Path:
     if (problem := PathText().problem(str(path))) is not None:
         raise ValueError(problem)
     return path
+
+
+def error_line(error: object) -> str:
+    """What a command prints for a mistake of its user: one message, without passwords and control characters."""
+    return f"error: {printable(redact(str(error)))}"

@@ -94,8 +94,11 @@ def _run(config: Config, overrides: Sequence[str]) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     claim = RunFolder(config.run, shared=bool(config.btm.only))
     with contextlib.closing(claim):
-        with claim.untouched_when_refused():
+        try:
             pipeline = Pipeline(config, overrides, claim.path, console.print)
+        except ValueError:
+            claim.abandon()
+            raise
         console.print(f"run folder {claim.path}")
         if note := kept_back(os.environ):
             console.print(f"note: {note}")

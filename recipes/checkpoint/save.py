@@ -26,11 +26,11 @@ def save(
     step: int,
     engine: Engine,
     trainer: dict[str, Any],
-    keep: int,
+    keep: int | None,
     protect: list[Path],
     rng: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+    """Write step `step` below `directory`, and keep the newest `keep` (None: all) (a collective). Returns the new folder.
 
     `rng`: the generators' states after the step; None: as they are now.
 
@@ -58,7 +58,8 @@ def save(
         )
 
     folder = Path(_on_rank_zero(finish))
-    _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
+    if keep is not None:
+        _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
     return folder
 
 

@@ -6,40 +6,32 @@ RUN/config.yaml  environment.json  metrics.jsonl  summary.json  tokenizer.*  che
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
-import shutil
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import yaml
 from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
 from recipes import collectives
-from recipes.checkpoint.format import Checkpoint, open_checkpoint
+from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.load import load_engine, load_master_weights
-from recipes.checkpoint.model import find, load_biases
-from recipes.checkpoint.rotate import find_checkpoint
-from recipes.config import CheckpointLoad, Config, Resume, config_hash, to_plain
-from recipes.data import identity
+from recipes.checkpoint.model import load_biases
+from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
-from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
 from recipes.engine import make_engine
 from recipes.groups import enter, leave
 from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
 from recipes.plan.size import total_parameters
-from recipes.run_folder import RunFolder
 from recipes.telemetry.console import NoProgress, loss_table, open_progress
-from recipes.telemetry.environment import describe_environment
 from recipes.telemetry.jsonl import MetricsFile, NoMetrics, read_metrics
 from recipes.telemetry.profiler import NoProfile, ProfileWindow
 from recipes.telemetry.summary import write_json
@@ -48,8 +40,8 @@ from recipes.telemetry.wandb_run import NullLogger, RunLogger, open_run
 from recipes.topology import Role, layout_of
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
-from recipes.train.resume import check_resume, check_start
 from recipes.train.signals import Stop
+from recipes.train.start import decide_start, describe_run, on_rank_zero
 
 
 def run(config: Config, ranks: Ranks) -> None:
@@ -70,6 +62,10 @@ def run(config: Config, ranks: Ranks) -> None:
     job.engine.close()
     leave()
     collectives.stop()
+    if wrong := job.not_finite():
+        if ranks.rank == 0:
+            print(f"error: {wrong}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
 
 
 def start_process(config: Config, ranks: Ranks) -> None:
@@ -103,7 +99,7 @@ class Job:
         self.device = collectives.device()
         assert config.data.path is not None  # validation has made sure
         self.dataset = load_dataset(config.data.path)
-        self.start = _decide_start(config, self.dataset, ranks)
+        self.start = decide_start(config, self.dataset)
         self.folder = self.start.folder
         self.protected = [] if self.start.checkpoint is None else [self.start.checkpoint.path]
         self.first_step = self.start.step + 1
@@ -167,9 +163,9 @@ class Job:
 
         def begin_records() -> None:
             self.wandb = open_run(self.folder, config.telemetry, True, run_id, to_plain(config))
-            _describe_run(self.folder, config)
+            describe_run(self.folder, config)
 
-        _on_rank_zero(begin_records, config)
+        on_rank_zero(begin_records, config)
         self.timer = StepTimer()
         self.progress = (
             open_progress(config.train.steps, done, config.telemetry.log_interval) if rank_zero else NoProgress()
@@ -228,6 +224,16 @@ class Job:
             last_to_first.callback(self.progress.close)
             last_to_first.callback(self.profile.close)
 
+    def not_finite(self) -> str | None:
+        """Why the run came to nothing: its held-out loss, or without evaluation that of its last step, is no number."""
+        losses = self.evaluation or {key: self.last_values[key] for key in ("lm_loss",) if key in self.last_values}
+        if wrong := next((key for key, value in losses.items() if not math.isfinite(value)), None):
+            way_out = (
+                "training has diverged; go back by checkpoint.load_step=N to a step before, with a lower optimizer.lr"
+            )
+            return f"{self.folder}: {wrong} is {losses[wrong]}: {way_out}"
+        return None
+
     def write_summary(self, seconds: float) -> None:
         """`summary.json`: the last values, the evaluation, the time spent. Stays as it is when this job had nothing to do."""
         done = 0 if self.finished is None else self.finished.step
@@ -248,89 +254,3 @@ class Job:
             **self.evaluation,
         }
         write_json(path, summary)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What rank 0 has decided: the run folder, the checkpoint to start from (None: from nothing) and how, and what to tell.
-
-    `data` is the record of the text that is read. `claim` keeps other jobs out of the folder; it is rank 0's alone.
-    """
-
-    folder: Path
-    checkpoint: Checkpoint | None
-    weights_only: bool
-    notes: list[str]
-    data: dict[str, Any]
-    claim: RunFolder | None
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the checkpoint is this run's own."""
-        return self.checkpoint is not None and self.checkpoint.path.parents[1] == self.folder
-
-    @property
-    def step(self) -> int:
-        """Steps that are done."""
-        return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.step
-
-
-def _decide_start(config: Config, dataset: DatasetInfo, ranks: Ranks) -> Start:
-    """Rank 0 claims the run folder and decides on the checkpoint, and tells the others. What is refused leaves no trace."""
-    claim: RunFolder | None = None
-
-    def decide() -> dict[str, Any]:
-        nonlocal claim
-        claim = RunFolder(config.run)
-        with claim.untouched_when_refused():
-            path, notes = _find_start(claim.path, config, dataset)
-            found = None if path is None else str(path)
-            return {"folder": str(claim.path), "checkpoint": found, "notes": notes, "data": identity.record(dataset)}
-
-    decision = _on_rank_zero(decide, config)
-    checkpoint = None if decision["checkpoint"] is None else open_checkpoint(decision["checkpoint"])
-    start = Start(Path(decision["folder"]), checkpoint, False, decision["notes"], decision["data"], claim)
-    weights_only = checkpoint is not None and not start.resumes and config.checkpoint.load is CheckpointLoad.weights
-    return replace(start, weights_only=weights_only)
-
-
-def _on_rank_zero(action: Callable[[], Any], config: Config) -> Any:
-    """The result of `action` on rank 0, on every rank; what it refuses is a ValueError on every rank."""
-    outcome: dict[str, Any] = {}
-    if dist.get_rank() == 0:
-        try:
-            outcome = {"result": action()}
-        except ValueError as error:
-            outcome = {"problem": str(error)}
-        except OSError as error:
-            why = f"cannot be written ({error}); make room, or choose another folder"
-            outcome = {"problem": f"run.dir={config.run.dir or 'outputs'}: {why}"}
-    outcome = collectives.broadcast_json(outcome)
-    if "problem" in outcome:
-        raise ValueError(outcome["problem"])
-    return outcome["result"]
-
-
-def _find_start(folder: Path, config: Config, dataset: DatasetInfo) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from, checked against the description and the data, and what to tell about it."""
-    source = config.checkpoint.load_from
-    if config.run.resume is Resume.auto:
-        path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
-        for reason in skipped:
-            print(f"passed over: {reason}", flush=True)
-        if path is not None:
-            unused = [] if source is None else [f"checkpoint.load_from={source} is not read again"]
-            return path, check_resume(config, dataset, open_checkpoint(path)) + unused
-        print(f"no checkpoint in {folder}: starting at {source or 'step 1'}", flush=True)
-    if source is None:
-        return None, []
-    start = find(Path(source).absolute(), say=print)
-    return start.path, check_start(config, dataset, start)
-
-
-def _describe_run(folder: Path, config: Config) -> None:
-    """What the run is, where it runs, and the tokenizer of its ids."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
-    write_json(folder / "environment.json", describe_environment(applied()))
-    for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
-        shutil.copyfile(tokenizer, folder / tokenizer.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes import schema
 from recipes.checkpoint.format import Checkpoint
-from recipes.checkpoint.model import description
+from recipes.checkpoint.trainer import check_trainer
 from recipes.config import CheckpointLoad, Config, DecayStyle, to_plain
 from recipes.data import identity
 from recipes.data.dataset import DatasetInfo
@@ -41,7 +41,7 @@ class Change:
 
 def check_resume(config: Config, data: DatasetInfo, checkpoint: Checkpoint) -> list[str]:
     """What to say of a run that goes on from its own checkpoint. Raises ValueError naming all that differs and must not."""
-    changes = [*_settings(description(checkpoint), config, checkpoint.step), *_data(data, checkpoint)]
+    changes = [*_settings(check_trainer(checkpoint), config, checkpoint.step), *_data(data, checkpoint)]
     notes = [] if "data" in checkpoint.trainer else ["the checkpoint does not record its data, which was not compared"]
     return _judge(config, checkpoint, changes, "resumed") + notes
 
@@ -58,7 +58,7 @@ def check_start(config: Config, data: DatasetInfo, checkpoint: Checkpoint) -> li
             f"{checkpoint.step}; train for more, or start anew from its weights with checkpoint.load=weights"
         )
     changes = []
-    for change in _settings(description(checkpoint), config, checkpoint.step):
+    for change in _settings(check_trainer(checkpoint), config, checkpoint.step):
         if schema.entries()[change.key].on_resume is not OnResume.identity:
             continue  # another run, by another name, on other ranks
         needed = not weights_only and change.key.startswith(_OF_THE_STATE)

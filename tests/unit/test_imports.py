@@ -20,6 +20,7 @@ FLOORS = [
         "recipes.description",
         "recipes.topology",
         "recipes.launcher",
+        "recipes.files",
     },
     {"recipes.collectives", "recipes.groups", "recipes.partial", "recipes.logical", "recipes.data"},
     {"recipes.moe", "recipes.telemetry", "recipes.plan"},

@@ -44,6 +44,12 @@ def write_checkpoint(folder: Path, config: Config, info: DatasetInfo, step: int 
     partial = begin(folder / "checkpoints", step)
     boxes = [Box.whole(name, torch.zeros(tensor.shape)) for name, tensor in logical_tensors(config).items()]
     state = {
+        "step": step,
+        "consumed_samples": 8 * step,
+        "applied_steps": step,
+        "world_size": 1,
+        "guard": {"accepted": [], "skipped": 0, "in_a_row": 0},
+        "moe": None,
         "config": to_plain(config),
         "tokenizer": info.tokenizer_fingerprint,
         "data": identity.record(info),
