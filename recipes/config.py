@@ -2,7 +2,8 @@
 
 Hydra composes YAML groups and command-line overrides into these schemas (`recipes/pretrain.py`); `recipes/validation`
 then checks the fields against each other. Nothing here imports torch, so that a mistake is answered at once.
-Where megatron-core or DeepSpeed have a name for something, it is used.
+Where the configurations of megatron-core and DeepSpeed have a field for something, it has its name; tests/unit/test_names.py lists
+the others.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class TrainConfig:
 
 @dataclass
 class ModelConfig:
-    """A decoder-only Transformer, in megatron-core's field names."""
+    """A decoder-only Transformer. Names are those of megatron-core's TransformerConfig, for what it has (17 of 24)."""
 
     num_layers: Layers = 4  # Transformer blocks
     hidden_size: Width = 128  # width of the residual stream
@@ -268,7 +269,7 @@ class ModelConfig:
 
 @dataclass
 class MoeConfig:
-    """Experts in place of feed-forward blocks, in megatron-core's field names."""
+    """Experts in place of feed-forward blocks. Names are megatron-core's for what it has (18 of 37), and ours in its style."""
 
     num_moe_experts: Experts | None = None  # of each MoE layer, over all ranks; this and the next null: a dense model
     num_moe_experts_per_layer: PerLayer[Experts] | None = None  # in its place: one number per MoE layer, in order

@@ -39,12 +39,14 @@ from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.rotate import find_checkpoint
+from recipes.checkpoint.trainer import check_trainer
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.description import to_yaml
+from recipes.files import replace_text
 from recipes.launcher import free_port
 from recipes.logical import moe_layers
-from recipes.telemetry.summary import replace_text, write_json
+from recipes.telemetry.summary import write_json
 from recipes.validation import prepare
 
 Say = Callable[[str], None]
@@ -302,10 +304,13 @@ class Pipeline:
 
 
 def last_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Checkpoint `step` of a run folder. Raises ValueError when it is missing or incomplete."""
+    """Checkpoint `step` of a run folder, whose files are checked when they are read. Raises ValueError when it is missing,
+    incomplete, or not what its description says."""
     path, _ = find_checkpoint(folder / "checkpoints", step)
     assert path is not None
-    return open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    check_trainer(checkpoint)
+    return checkpoint
 
 
 def checkpoint_digest(folder: Path, step: int) -> str:

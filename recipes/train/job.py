@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import math
 import os
 import random
-import shutil
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,16 +23,17 @@ from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
 from recipes import collectives
-from recipes.checkpoint.format import Checkpoint, open_checkpoint
+from recipes.checkpoint.choose import Places, places, sound_together
+from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.load import load_engine
-from recipes.checkpoint.model import find
-from recipes.checkpoint.rotate import find_checkpoint
+from recipes.checkpoint.rotate import candidates
 from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
 from recipes.description import to_yaml
 from recipes.engine import make_engine
+from recipes.files import open_append, own_folder, replace_bytes, replace_text
 from recipes.groups import enter, leave
 from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
@@ -67,6 +70,10 @@ def run(config: Config, ranks: Ranks) -> None:
     job.engine.close()
     leave()
     collectives.stop()
+    if wrong := job.not_finite():
+        if ranks.rank == 0:
+            print(f"error: {wrong}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
 
 
 def start_process(config: Config, ranks: Ranks) -> None:
@@ -217,6 +224,16 @@ class Job:
             last_to_first.callback(self.progress.close)
             last_to_first.callback(self.profile.close)
 
+    def not_finite(self) -> str | None:
+        """Why the run came to nothing: its held-out loss, or without evaluation that of its last step, is no number."""
+        losses = self.evaluation or {key: self.last_values[key] for key in ("lm_loss",) if key in self.last_values}
+        if wrong := next((key for key, value in losses.items() if not math.isfinite(value)), None):
+            way_out = (
+                "training has diverged; go back by checkpoint.load_step=N to a step before, with a lower optimizer.lr"
+            )
+            return f"{self.folder}: {wrong} is {losses[wrong]}: {way_out}"
+        return None
+
     def write_summary(self, seconds: float) -> None:
         """`summary.json`: the last values, the evaluation, the time spent. Stays as it is when this job had nothing to do."""
         done = 0 if self.finished is None else self.finished.step
@@ -244,13 +261,30 @@ def _claim_folder(config: Config, ranks: Ranks) -> tuple[Path, Checkpoint | None
 
     The last of the three keeps other jobs out of the folder until it is closed, or the process ends.
     """
-    decision: dict[str, Any] = {}
     lock = None
+
+    def claim() -> dict[str, Any]:
+        nonlocal lock
+        folder = _make_folder(config)
+        lock = _lock(folder)
+        found = _places(folder, config)
+        return {"folder": str(folder), "places": [str(path) for path in found.folders], "passed": found.passed_over}
+
+    claimed = _decide(config, ranks, claim)
+    folder, checkpoint = Path(claimed["folder"]), None
+    if claimed["places"] or claimed["passed"]:
+        found = Places([Path(path) for path in claimed["places"]], claimed["passed"])
+        checkpoint = sound_together(found, say=lambda line: ranks.rank or print(line, flush=True))
+    _decide(config, ranks, lambda: _fill(folder, config, checkpoint))
+    return folder, checkpoint, lock
+
+
+def _decide(config: Config, ranks: Ranks, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `action` returns on rank 0, on all ranks; what it refuses is a ValueError on all of them."""
+    decision: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
-            folder = _make_folder(config)
-            lock = _lock(folder)
-            decision = _fill(folder, config)
+            decision = action()
         except ValueError as error:
             decision = {"problem": str(error)}
         except OSError as error:
@@ -259,8 +293,7 @@ def _claim_folder(config: Config, ranks: Ranks) -> tuple[Path, Checkpoint | None
     decision = collectives.broadcast_json(decision)
     if "problem" in decision:
         raise ValueError(decision["problem"])
-    checkpoint = None if decision["checkpoint"] is None else open_checkpoint(decision["checkpoint"])
-    return Path(decision["folder"]), checkpoint, lock
+    return decision
 
 
 def _make_folder(config: Config) -> Path:
@@ -274,7 +307,7 @@ def _make_folder(config: Config) -> Path:
 
 
 def _lock(folder: Path) -> TextIO:
-    lock = (folder / ".lock").open("a")
+    lock = open_append(folder / ".lock")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -284,22 +317,28 @@ def _lock(folder: Path) -> TextIO:
     return lock
 
 
-def _fill(folder: Path, config: Config) -> dict[str, Any]:
-    path = None
+def _places(folder: Path, config: Config) -> Places:
+    """Where the checkpoint to go on from, or to start from, may lie: nowhere for a run that begins."""
     if config.run.resume is Resume.auto:
-        path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
-        for reason in skipped:
-            print(f"passed over: {reason}", flush=True)
-        if path is None:
-            print(f"no checkpoint in {folder}: starting at {config.checkpoint.load_from or 'step 1'}", flush=True)
-        else:
-            check_resumable(config, open_checkpoint(path))
-    if path is None and config.checkpoint.load_from is not None:
-        start = find(Path(config.checkpoint.load_from).absolute(), say=print)
-        check_startable(config, start, load_dataset(config.data.path or "").tokenizer_fingerprint)
-        path = start.path
-    (folder / "config.yaml").write_text(to_yaml(config))
+        found = Places(*candidates(own_folder(folder / "checkpoints", make=False), config.checkpoint.load_step))
+        if found.folders or found.passed_over:
+            return found
+        print(f"no checkpoint in {folder}: starting at {config.checkpoint.load_from or 'step 1'}", flush=True)
+    if config.checkpoint.load_from is not None:
+        return places(Path(config.checkpoint.load_from).absolute(), kinds=None)
+    return Places([])
+
+
+def _fill(folder: Path, config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Refuse what does not go with the checkpoint; then write what describes the run. No link is written through."""
+    if checkpoint is not None and checkpoint.path.parents[1] == folder:
+        check_resumable(config, checkpoint)
+    elif checkpoint is not None:
+        check_startable(config, checkpoint, load_dataset(config.data.path or "").tokenizer_fingerprint)
+    for name in ("checkpoints", "profile", "wandb"):
+        own_folder(folder / name, make=False)
+    replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
-        shutil.copyfile(tokenizer, folder / tokenizer.name)
-    return {"folder": str(folder), "checkpoint": None if path is None else str(path)}
+        replace_bytes(folder / tokenizer.name, tokenizer.read_bytes())
+    return {}

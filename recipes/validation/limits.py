@@ -30,7 +30,7 @@ OWNED_KEYS = {
     "zero_optimization.overlap_comm": "use zero.overlap_comm",
     "zero_optimization.offload_optimizer": "use zero.offload_optimizer",
     "zero_optimization.cpu_offload": "use zero.offload_optimizer",
-    "zero_optimization.offload_param": "weights stay on their device",
+    "zero_optimization.offload_param": "weights stay on the device; zero.stage=3 divides them over the ranks",
     "zero_optimization.contiguous_gradients": "it stays true: without it ZeRO-1 gradients can be wrong",
     "zero_optimization.reduce_scatter": "it stays true: DeepSpeed reduces gradients of experts in no other way",
     "zero_optimization.round_robin_gradients": "it stays false: full gradients cannot be read otherwise",
