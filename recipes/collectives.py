@@ -202,6 +202,12 @@ def gather_json(value: Any) -> list[Any]:
     ]
 
 
+def same_on_all_ranks(value: Any) -> bool:
+    """Whether all ranks gave the same JSON-able value."""
+    first, *others = gather_json(value)
+    return all(other == first for other in others)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if not _is_apart():

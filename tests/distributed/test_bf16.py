@@ -88,5 +88,5 @@ def test_layouts_err_as_one_process_does(run_ranks, make, backend, world_size):
     for number, changes in enumerate(layouts):
         check_update(cases[number]["config"], results, number)
         found = errors(results, number)
-        assert statistics.median(found) <= 2 * statistics.median(alone), changes
+        assert statistics.median(found) <= 2.5 * statistics.median(alone), changes
         assert max(found) <= 4 * max(alone), changes

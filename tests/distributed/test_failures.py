@@ -147,7 +147,7 @@ def test_a_signal_ends_a_rank_that_waits_for_another_to_start(tiny_data, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stopped_job_goes_on(number, tiny_data, tmp_path):
     """The signal reaches one rank; all stop after the same step, and the run continues as if nothing had been."""
-    arguments = tiny_overrides(tiny_data, tmp_path / "run", "run.resume=auto", "checkpoint.override_schedule=true")
+    arguments = tiny_overrides(tiny_data, tmp_path / "run", "run.resume=auto")
     jobs = fork_ranks([*arguments, MANY], tmp_path)
     with running(*jobs):
         wait_until(lambda: steps_recorded(tmp_path / "run") >= 3, 40, *jobs)

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -29,6 +30,7 @@ from recipes.model.gpt import GPT, registry
 from recipes.topology import Layout, Role, layout_of
 from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
+from tools.conformance.rounding import RandomRounding, term_norms
 
 
 def tiny_tokens(config: Config, step: int = 0) -> torch.Tensor:
@@ -51,21 +53,35 @@ def reference(config: Config, world_size: int, masked: bool = False) -> dict[str
     """
     config = copy.deepcopy(config)
     config.train.micro_batch_size *= world_size
+    total, model, grads = plain_gradients(config, masked)
+    terms = term_norms(lambda rounding: numpy(plain_gradients(config, masked, rounding)[2]), numpy(grads))
+    entries = registry(model, config)
+    norm = torch.cat([g.double().flatten() for g in grads.values()]).norm().item()
+    clip = config.optimizer.clip_grad
+    rate = config.optimizer.lr * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+    weights = {p.name: p.read(e.parameter.detach()) - rate * grads[p.name] for e in entries for p in e.pieces}
+    return {"loss": total, "grads": grads, "norm": norm, "weights": weights, "moe": moe_report(model), "terms": terms}
+
+
+def plain_gradients(
+    config: Config, masked: bool, rounding: RandomRounding | None = None
+) -> tuple[float, GPT, dict[str, torch.Tensor]]:
+    """Loss, model and gradients of a step of micro-batches in one process."""
     model, tokens = GPT(config), tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     total = 0.0
     for rows in torch.arange(len(tokens)).split(config.train.micro_batch_size):
         part = tokens[rows]
-        loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[rows]).sum() / mask.sum()
-        loss.backward()
+        with rounding or contextlib.nullcontext():
+            loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[rows]).sum() / mask.sum()
+            loss.backward()
         total += loss.item()
-    entries = registry(model, config)
-    grads = {p.name: p.read(e.parameter.grad).clone() for e in entries for p in e.pieces}
-    norm = torch.cat([g.double().flatten() for g in grads.values()]).norm().item()
-    clip = config.optimizer.clip_grad
-    rate = config.optimizer.lr * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-    weights = {p.name: p.read(e.parameter.detach()) - rate * grads[p.name] for e in entries for p in e.pieces}
-    return {"loss": total, "grads": grads, "norm": norm, "weights": weights, "moe": moe_report(model)}
+    return total, model, {p.name: p.read(e.parameter.grad).clone() for e in registry(model, config) for p in e.pieces}
+
+
+def numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The same as arrays."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def moe_report(model: GPT) -> dict[str, Any]:

@@ -6,11 +6,13 @@ reference  plain autograd and torch's optimizers on the whole batch, alone
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,9 @@ from recipes.train.batch import model_inputs, valid_tokens
 from recipes.train.guard import SpikeGuard
 from recipes.train.job import start_process
 from recipes.train.step import StepResult, train_step
-from tools.conformance.compare import Box, Measured, Reference, Routed, rms
+from tools.conformance import storing
+from tools.conformance.compare import Box, Measured, Reference, Routed, Shelf, Worst, rms
+from tools.conformance.rounding import RandomRounding, term_norms
 
 # Libraries have made half a million objects, of which none becomes garbage: neither in ranks nor at the end of the server that
 # they are forked from they need be looked at.
@@ -95,22 +99,38 @@ class Recorder:
         return self.auxiliary(out, layer, routing, shape)
 
 
-def measure(configs: dict[OptimizerName, Config]) -> Measured:
-    """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective)."""
+def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
+    """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective).
+
+    What AdamW has made becomes a checkpoint; that of the layout before is loaded, of the first layout its own.
+    """
     ranks = rank_environment(os.environ)
     any_config = next(iter(configs.values()))
     start_process(any_config, ranks)
     layout = layout_of(any_config, ranks.world_size)
-    updated, held = {}, {}
-    for name in (OptimizerName.adamw, OptimizerName.sgd):
-        trial = _Trial(configs[name], layout, ranks.rank)
-        updated[name], held[name] = trial.updated, trial.held
+    adamw = _Trial(configs[OptimizerName.adamw], layout, ranks.rank)
+    stored, error = storing.put(adamw.engine, adamw, shelf)
+    adamw.engine.close()
+    error = error.or_worse(*_loaded(configs[OptimizerName.adamw], layout, shelf.previous or stored))
+    sgd = _Trial(configs[OptimizerName.sgd], layout, ranks.rank)
+    sgd.engine.close()
+    updated = {OptimizerName.adamw: adamw.updated, OptimizerName.sgd: sgd.updated}
+    held = {OptimizerName.adamw: adamw.held, OptimizerName.sgd: sgd.held}
     groups.leave()
     collectives.stop()
     gc.collect()
-    aux = {key: trial.aux[key] for key in AUX if key in trial.aux}
-    loss, norm, routes = trial.first.lm_loss, trial.first.grad_norm, trial.recorder.found
-    return Measured(loss, aux, norm, trial.start, trial.gradients, updated, held, routes, trial.experts)
+    aux = {key: sgd.aux[key] for key in AUX if key in sgd.aux}
+    loss, norm, routes = sgd.first.lm_loss, sgd.first.grad_norm, sgd.recorder.found
+    return Measured(loss, aux, norm, sgd.start, sgd.gradients, updated, held, routes, sgd.experts, error, stored)
+
+
+def _loaded(config: Config, layout: Layout, checkpoint: Path) -> Worst:
+    """How far a checkpoint is from what a fresh engine holds after loading it."""
+    model, entries = build(config, layout)
+    engine = make_engine(model, entries, config)
+    error = storing.take(engine, checkpoint)
+    engine.close()
+    return error
 
 
 def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
@@ -146,7 +166,6 @@ class _Trial(SpikeGuard):
         self.first = results[0]
         self.experts = {} if model.moe is None else model.moe.state()
         self.updated, self.held = boxes(self.engine.master_weights()), boxes(self.engine.weights())
-        self.engine.close()
 
     def reason_to_skip(self, norm: float) -> None:
         if not self.gradients:
@@ -180,11 +199,15 @@ def reference(config: Config, accumulation: int) -> Reference:
         clip_grad=norm / 2 if config.optimizer.clip_grad else 0.0,
         adam_eps=scale,
         lr={OptimizerName.sgd: UPDATE / scale, OptimizerName.adamw: ADAMW_LR},
+        gradient_terms=term_norms(lambda rounding: _gradients(config, accumulation, rounding), gradients),
     )
     for name in OptimizerName:
         plain = _train(config, accumulation, name, found)
-        now = plain.tensors(lambda parameter: parameter)
-        found.updates[name] = {key: now[key].astype(np.float64) - found.start[key] for key in now}
+        found.updates[name] = plain.updates(found)
+        found.update_terms[name] = term_norms(
+            lambda rounding, name=name: _train(config, accumulation, name, found, rounding=rounding).updates(found),  # type: ignore[misc]
+            found.updates[name],
+        )
         if name is OptimizerName.sgd:
             found.experts = {} if plain.model.moe is None else plain.model.moe.state()
         for sign in (1, -1) if found.routes else ():
@@ -195,9 +218,16 @@ def reference(config: Config, accumulation: int) -> Reference:
     return found
 
 
-def _train(config: Config, accumulation: int, name: OptimizerName, found: Reference, nudge: float = 0.0) -> _Plain:
-    """The steps of an optimizer, clipped as the reference says; `nudge`: see _Plain."""
-    plain = _Plain(config, accumulation, nudge)
+def _gradients(config: Config, accumulation: int, rounding: RandomRounding) -> dict[str, np.ndarray]:
+    """Of the first step."""
+    plain = _Plain(config, accumulation, rounding=rounding)
+    plain.gradient(step=0)
+    return plain.tensors(lambda parameter: parameter.grad)
+
+
+def _train(config: Config, accumulation: int, name: OptimizerName, found: Reference, **changes: Any) -> _Plain:
+    """The steps of an optimizer, clipped as the reference says; `changes`: `nudge` and `rounding` of _Plain."""
+    plain = _Plain(config, accumulation, **changes)
     optimizer = plain.optimizer(name, found)
     for step in range(STEPS):
         plain.gradient(step)
@@ -215,8 +245,9 @@ def _same_routes(one: Recorder, other: Recorder) -> bool:
 class _Plain:
     """The model on one process with plain autograd; embedded tokens are changed at random by `nudge` of their size."""
 
-    def __init__(self, config: Config, accumulation: int, nudge: float = 0.0):
+    def __init__(self, config: Config, accumulation: int, nudge: float = 0.0, rounding: RandomRounding | None = None):
         self.config, self.accumulation = config, accumulation
+        self.rounding = rounding or contextlib.nullcontext()
         self.model, self.entries = build(config, Layout(1))
         if nudge:
             generator = torch.Generator().manual_seed(config.run.seed)
@@ -234,8 +265,9 @@ class _Plain:
         tokens = sum(int(valid_tokens(inputs).sum()) for inputs in batches)
         total = 0.0
         for inputs in batches:
-            nll = self.model(**inputs).sum()
-            (nll / tokens).backward()
+            with self.rounding:
+                nll = self.model(**inputs).sum()
+                (nll / tokens).backward()
             total += float(nll.detach())
         return total / tokens, {} if self.model.moe is None else self.model.moe.finish_step()
 
@@ -262,6 +294,10 @@ class _Plain:
             for entry in self.entries
             for piece in entry.pieces
         }
+
+    def updates(self, found: Reference) -> dict[str, np.ndarray]:
+        """Weights minus initial weights."""
+        return {key: now.astype(np.float64) - found.start[key] for key, now in self.tensors(lambda p: p).items()}
 
 
 def _lr_scale(config: Config, name: str) -> float:

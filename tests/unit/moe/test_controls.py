@@ -30,7 +30,7 @@ def test_tables_and_chances_differ_between_seeds_and_layers():
     for found in (tables, chances):
         for one, other in ((0, 1), (0, 2), (1, 2)):
             same = (found[one][:, 0] == found[other][:, 0]).float().mean().item()
-            assert same == pytest.approx(1 / 8, abs=0.03)
+            assert same == pytest.approx(1 / 8, abs=0.04)
 
 
 def test_chance_is_even_and_pairs_are_independent():

@@ -27,5 +27,5 @@ def test_experts_and_routers_start_with_less_variance_and_nothing_else_does():
         smaller = ".moe.experts." in name or ".moe.router." in name
         assert scaled[name].std == pytest.approx(tensor.std * (0.1**0.5 if smaller else 1.0)), name
     wide = initial_value(scaled["layers.0.moe.experts.1.up.weight"], seed=1)
-    assert wide.var().item() == pytest.approx(0.1 * 0.1**2, rel=0.15)  # of a deviation of 0.1
+    assert wide.var().item() == pytest.approx(0.1 * 0.1**2, rel=0.2)  # of a deviation of 0.1
     assert torch.equal(initial_value(scaled["layers.0.moe.coefficient.bias"], seed=1), torch.zeros(2))

@@ -141,7 +141,7 @@ def test_in_one_kernel_for_all_experts(sizes, gated, monkeypatch):
     found = torch.autograd.grad((out * weight).sum(), tensors)
     wanted = torch.autograd.grad((expected * weight).sum(), exact)
     for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+        assert (ours.double() - theirs).abs().max() < 2e-6 * theirs.abs().max()  # sums of 24 products at most
     assert not any(found[1][expert].any() or found[2][expert].any() for expert, size in enumerate(sizes) if size == 0)
 
 

@@ -146,7 +146,8 @@ def test_threads_share_what_each_needs(multiply):
             a, b = (torch.randn(3 * size, size, generator=generator) for _ in range(2))
             out = torch.empty(len(a), len(b))
             multiply(a, b.t(), out)
-            torch.testing.assert_close(out, (a.double() @ b.double().t()).float(), rtol=0, atol=1e-4)
+            error = (out - a.double() @ b.double().t()).abs()
+            assert (error <= 1e-6 * size**0.5 * (a.double().abs() @ b.double().abs().t())).all()
 
 
 def test_other_layouts_are_refused(multiply):
@@ -244,7 +245,7 @@ def test_only_the_first_rank_warns(fresh, monkeypatch):
         assert products.kernel() is None
 
 
-def test_a_broken_library_in_the_cache_is_named(fresh, monkeypatch):
+def test_a_broken_library_is_named(fresh, monkeypatch):
     garbage = b"\x7fELF" + random.Random(0).randbytes(60)
     monkeypatch.setattr(products, "compile_to", lambda library, flags: library.write_bytes(garbage))
     (fresh / "sparse-pretraining-recipes").mkdir()

@@ -60,7 +60,7 @@ def test_parameters_with_experts_are_the_published_ones(name):
     config = compose([f"model={name}", f"moe={name}"])
     total, active_billions = PUBLISHED_EXPERTS[name]
     assert total_parameters(config) == total
-    assert active_parameters(config) / 1e9 == pytest.approx(active_billions, rel=0.003)
+    assert active_parameters(config) / 1e9 == pytest.approx(active_billions, rel=0.004)  # as rounded there
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt_350m", 0.354), ("gpt_1b3", 1.31), ("gpt_7b", 6.65)])
