@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
