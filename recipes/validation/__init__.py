@@ -25,7 +25,11 @@ from recipes.validation.limits import check_owned_keys, check_ranges
 from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
-__all__ = ["from_stored", "prepare", "problems", "settings_problems"]
+__all__ = ["from_stored", "prepare", "problems"]
+
+# What a model and its batches need, and what only a run does: `prepare` fills in values of the latter that nobody could give.
+_OF_MODEL = (layout_problems, check_batch, check_model, check_experts, check_zero, check_pipeline, check_recompute)
+_OF_RUN = (check_train, check_schedule, check_telemetry, check_btm)
 
 
 def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
@@ -33,45 +37,29 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
 
     Relative paths start at `launch_dir`. A dry run needs no data when `model.vocab_size` is given. Nothing is written.
     """
-    found = settings_problems(config, world_size)
-    if any(check_ranges(config)):  # what they say of files would be no help
+    found = [*check_ranges(config)]
+    if found:  # arithmetic on values out of range says nothing
         return found
+    for check in (*_OF_MODEL, *_OF_RUN):
+        found += check(config, world_size)
+    found += check_owned_keys(config)
     found += check_run_folder(config, launch_dir)
     found += check_data(config, launch_dir, dry_run)
     return found
 
 
-def settings_problems(config: Config, world_size: int) -> list[str]:
-    """Every problem of the settings by themselves: nothing on disk is looked at."""
-    found = [*check_ranges(config)]
-    if found:  # arithmetic on values out of range says nothing
-        return found
-    for check in (
-        layout_problems,
-        check_batch,
-        check_train,
-        check_model,
-        check_experts,
-        check_zero,
-        check_pipeline,
-        check_recompute,
-        check_schedule,
-        check_telemetry,
-        check_btm,
-    ):
-        found += check(config, world_size)
-    return [*found, *check_owned_keys(config)]
-
-
 def from_stored(plain: Any) -> Config:
-    """The description that a run has left, out of plain JSON or YAML: checked like a command line.
+    """The description that a run has left, out of plain JSON or YAML: its values and its model checked like a command line.
 
-    Which layer implementation a machine has is no property of the description. Raises ValueError naming the key.
+    Which layer implementation this machine has is no property of it. Raises ValueError naming the key.
     """
     config = from_plain(Config, plain)
-    portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
-    world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
-    if found := settings_problems(portable, world_size):
+    found = [*check_ranges(config)]
+    if not found:
+        portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
+        world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
+        found = [problem for check in _OF_MODEL for problem in check(portable, world_size)]
+    if found:
         raise ValueError("; ".join(found[:3]))
     return config
 
