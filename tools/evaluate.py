@@ -129,10 +129,13 @@ def size(eval_set: EvalSet, eod: int, data: DataConfig, tokenizer: Tokenizer | N
 def score(
     model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig, tokenizer: Tokenizer | None
 ) -> list[Score]:
-    """The score of each domain, then that of all together under "all"."""
+    """The score of each domain, then that of all together under "all". ValueError for a loss that is not finite."""
     from recipes.train.evaluate import evaluate
 
     losses = evaluate(model, sets, eod, data)
+    if wrong := [domain for domain in sets if not math.isfinite(losses[domain])]:
+        why = f"the loss of {wrong[0]} is {losses[wrong[0]]}: its training has diverged, take an earlier checkpoint"
+        raise ValueError(why)
     scores = []
     for domain, eval_set in sets.items():
         tokens, num_bytes = size(eval_set, eod, data, tokenizer)
@@ -186,7 +189,10 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         except ValueError as error:
             notes.print(f"no bits per byte: {error}")
             tokenizer = None
-        *scores, total = score(model, sets, dataset.eod, config.data, tokenizer)
+        try:
+            *scores, total = score(model, sets, dataset.eod, config.data, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {error}") from error
     _print_table(f"{arguments.split} split of {dataset.folder} after step {checkpoint.step}", [*scores, total])
     return {
         "checkpoint": str(checkpoint.path),

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.config import Config, Resume
+from recipes.files import open_append
 from recipes.launcher import split_arguments
 from recipes.pretrain import compose
 from recipes.validation import prepare, problems
@@ -104,7 +105,7 @@ def _run(config: Config, overrides: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _claimed(folder: Path, shared: bool) -> Iterator[None]:
     """Keep other calls out of the folder; those that train only some branches may share it."""
-    with (folder / ".lock").open("a") as lock:
+    with open_append(folder / ".lock") as lock:
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from recipes.files import open_append, own_folder
+
 _BAD_INPUT = 2  # exit code of a mistake in the description, which another attempt cannot mend
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 30  # for a job to finish its step and save
@@ -39,9 +41,9 @@ class Job:
     def start(self) -> None:
         """Start it in a session of its own, without the variables of a launcher above us; output is appended to `log`."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FROM_LAUNCHERS)}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self.log.parent)
         self.attempts += 1
-        with self.log.open("a") as log:
+        with open_append(self.log) as log:
             self.process = subprocess.Popen(
                 self.command,
                 env=inherited | {"OMP_NUM_THREADS": str(self.threads)},

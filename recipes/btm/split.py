@@ -7,7 +7,6 @@ data set, number of parts -> write_random_parts -> data set with a domain "rando
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, DatasetInfo
 from recipes.data.indexed import IndexedSource, megatron_indexed_dataset, narrow
+from recipes.files import own_folder, replace_bytes, replace_text
 
 # Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
 # encyclopedia by about 0.3.
@@ -113,10 +113,12 @@ def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.nd
     """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
     builder = megatron_indexed_dataset().IndexedDatasetBuilder
     entries: dict[str, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
+    own_folder(out)
     for name, documents in domains:
         sizes = {}
         for split in SPLITS:
+            for suffix in ("bin", "idx"):  # what is left of an earlier attempt, or a link
+                (out / f"{name}_{split}.{suffix}").unlink(missing_ok=True)
             writer, count, tokens = builder(str(out / f"{name}_{split}.bin"), dtype=info.dtype.type), 0, 0
             for ids in documents if split == "train" else ():
                 writer.add_document(narrow(ids, info.dtype), [len(ids)])
@@ -127,8 +129,8 @@ def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.nd
     tokenizer = {"fingerprint": info.tokenizer_fingerprint, "vocab_size": info.vocab_size, "eod": info.eod}
     manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": info.dtype.name, "domains": entries}
     for file in info.folder.glob("tokenizer*"):
-        shutil.copyfile(file, out / file.name)
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        replace_bytes(out / file.name, file.read_bytes())
+    replace_text(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
 def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:

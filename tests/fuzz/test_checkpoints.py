@@ -54,7 +54,9 @@ def test_no_damage_is_loaded_in_silence(runs: list[Path], tmp_path: Path, part: 
     (counts,) = run_ranks("tests.fuzz.test_checkpoints:fuzz", 1, seeds, *runs, tmp_path, limit=limit)
     print(counts)
     assert sum(counts.values()) == len(seeds)
-    assert counts["passed over"] > len(seeds) / 2 and counts["unchanged"] > 0, f"the changes are not those meant: {counts}"
+    assert counts["passed over"] > len(seeds) / 2 and counts["unchanged"] > 0, (
+        f"the changes are not those meant: {counts}"
+    )
 
 
 def fuzz(rank: int, world_size: int, seeds: list[int], run: Path, other: Path, scratch: Path) -> dict[str, int]:

@@ -151,7 +151,12 @@ def _rewrite_config(checkpoint, change):
         ("model", "num_layers", 1, "its config says absent"),
         ("model", "ffn_hidden_size", 10**6, "its config says"),
         ("model", "ffn_hidden_size", 10**9, "model.ffn_hidden_size=1000000000 must be at least 1 and at most"),
-        ("model", "make_vocab_size_divisible_by", 10**6, "model.make_vocab_size_divisible_by=1000000 pads the vocabulary"),
+        (
+            "model",
+            "make_vocab_size_divisible_by",
+            10**6,
+            "model.make_vocab_size_divisible_by=1000000 pads the vocabulary",
+        ),
         ("optimizer", "adam_beta1", 7, "optimizer.adam_beta1=7"),
         ("train", "global_batch_size", 7, "train.global_batch_size=7 must be divisible"),
         ("model", "activation", "eval", "model.activation='eval': must be one of swiglu, gelu"),
