@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+LOCK := requirements.lock
+READY := $(VENV)/.ready-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 
-.PHONY: setup quickstart scaling btm test margins test-py312 conformance check bench clean
+.PHONY: setup quickstart scaling btm test margins test-gpu test-py312 conformance check bench lock clean
 
 setup: data/small/dataset.json  ## .venv with everything, and the committed texts indexed
 
@@ -19,6 +20,9 @@ btm: data/eight/dataset.json  ## Branch-Train-Merge, c-BTM and BTX on eight doma
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest
+
+test-gpu: $(READY)  ## what needs a CUDA device; the other tests hide it
+	$(BIN)/python -m pytest -m gpu
 
 margins: $(READY)  ## the suite, and how much of its bound each numeric check uses
 	@mkdir -p report; rm -f report/margins.txt
@@ -51,15 +55,36 @@ check: $(READY)  ## lint, format, types
 bench: $(READY)  ## ratios against the peers
 	$(BIN)/python -m tools.bench train_step --json report/train_step.json
 
+# UPGRADE="NAME ..." (or all): their newest versions. ALSO="FILE ...": wheels on this machine's disk whose hashes are allowed too.
+lock:  ## requirements.lock anew, from the ranges in pyproject.toml
+	@test -x .venv-lock/bin/uv || { $(PYTHON) -m venv .venv-lock && .venv-lock/bin/pip install --quiet uv; }
+	.venv-lock/bin/python -m tools.lock --uv .venv-lock/bin/uv --upgrade $(UPGRADE) --also $(ALSO)
+
 clean:  ## remove what can be made again, but not runs
-	rm -rf .venv .venv-py312 data report
+	rm -rf .venv .venv-py312 .venv-lock data report
 
 $(READY):
 	@$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) and f'Python {v.major}.{v.minor} is too old: set PYTHON to 3.11 or newer')"
 	@echo "installing into $(VENV) (once; about 1 GB, minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(MAKE) --no-print-directory _install
 	@rm -f $(VENV)/.ready-*; touch $@
+
+# What is installed, and each file of it, is named in the lock. Of torch one version has several builds: with hashes to choose by, pip
+# takes the index's, with 4 GB of CUDA, before one on this machine's disk, so it chooses without them, and they are checked after.
+PINNED := $(VENV)/pinned
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+_install:
+	@rm -rf $(PINNED); mkdir $(PINNED)
+	@for name in pip setuptools torch; do sed -n "/^$$name==/,/[^\\\\]\$$/p" $(LOCK) > $(PINNED)/$$name; done
+	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  print(*project['dependencies'], *project['optional-dependencies']['dev'], sep='\n')" > $(PINNED)/needed
+	@$(PIP) install --require-hashes --no-deps -r $(PINNED)/pip -r $(PINNED)/setuptools
+	@$(PIP) download --no-deps --only-binary :all: --dest $(PINNED) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))"
+	@$(PIP) install --require-hashes --no-deps --no-index --find-links $(PINNED) -r $(PINNED)/torch
+	@$(PIP) install --require-hashes --no-build-isolation -c $(LOCK) -r $(PINNED)/needed
+	@PYTHONWARNINGS=ignore $(PIP) install --no-deps --no-build-isolation -e .
+	@rm -r $(PINNED)
 
 data/small/dataset.json: | $(READY)
 	$(BIN)/python -m tools.corpus --out data/corpus_small --offline --max-bytes-per-domain 400000

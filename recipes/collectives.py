@@ -1,53 +1,139 @@
 """The process group, and every collective that this library issues itself.
 
-Ranks meet once (`start`), agree on small JSON values, and add up numbers. Gradients travel through DeepSpeed.
+Ranks meet once (`start`), agree on small JSON values, and add up numbers. Gradients travel through DeepSpeed. A thread that
+must not meet the collectives of the main thread works `apart`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from recipes.launcher import Ranks, rank_environment
+from recipes.meeting import Meeting, Member, join
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, imported later, then does not search and warn
 
 # A rank that died closes its sockets and is noticed at once; this bounds the wait for one that hangs.
 TIMEOUT = datetime.timedelta(minutes=10)
+_MEETING = "sparse-pretraining-recipes"  # prefix of our keys in a launcher's store
+_store: dist.Store | None = None
+_apart = threading.local()
 
 
-def start() -> None:
-    """Join the default process group described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+def start(ranks: Ranks | None = None, settings: str = "") -> None:
+    """Join the default process group as `ranks` says; None: as the environment does.
 
-    A process without WORLD_SIZE, or with 1, is alone and needs no port. Raises ValueError when the port is taken.
+    `settings`: what must be equal on all ranks. Raises ValueError when it is not, when two ranks have the same device, or
+    when the port is another job's.
     """
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = f"MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise ValueError(
-            f"{port} is in use, perhaps by another job; give this one another by --master_port N"
-        ) from error
+    global _store
+    ranks = ranks or rank_environment(os.environ)
+    cuda = torch.cuda.is_available()
+    member = Member(ranks.rank, ranks.job, settings, socket.gethostname(), _device_name() if cuda else "")
+    _store = dist.HashStore() if ranks.world_size == 1 else _meet(ranks, member)
+    group_store = dist.PrefixStore("group", _store)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=group_store, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def _meet(ranks: Ranks, member: Member) -> dist.Store:
+    """A key-value store of this job alone, in the process of rank 0, at a port that the system has chosen."""
+    launchers = None
+    limit = TIMEOUT.total_seconds()
+    if ranks.shared_store:  # the launcher's own, which dies with the launcher
+        launchers = dist.PrefixStore(_MEETING, dist.TCPStore(ranks.master_addr, ranks.master_port, timeout=TIMEOUT))
+        ranks = replace(ranks, master_addr=_own_address(ranks), master_port=0, job=f"{ranks.job} {ranks.master_port}")
+        if ranks.rank != 0:
+            ranks = replace(ranks, master_addr=launchers.get("host").decode(), job=launchers.get("job").decode())
+        member = replace(member, job=ranks.job)
+    if ranks.rank != 0:
+        port = join(ranks, member, limit)["port"]
+        return dist.TCPStore(ranks.master_addr, port, is_master=False, timeout=TIMEOUT)
+    meeting = Meeting(ranks, member)
+    if launchers is not None:
+        launchers.set("job", ranks.job)
+        launchers.set("host", ranks.master_addr)
+    meeting.gather(limit)
+    store = dist.TCPStore(ranks.master_addr, 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    meeting.answer({"port": store.port})
+    return store
+
+
+def _own_address(ranks: Ranks) -> str:
+    """Where other nodes reach this process: from where it speaks to the launcher's host."""
+    family, kind, _, _, address = socket.getaddrinfo(ranks.master_addr, ranks.master_port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
+    return ranks.master_addr if own.startswith("127.") or own == "::1" else own
+
+
+def _device_name() -> str:
+    """The current CUDA device, by a name that says the same in every process of the host."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def store() -> dist.Store:
+    """The key-value store of this job; for use beside the process group, in another thread."""
+    assert _store is not None
+    return _store.clone()  # type: ignore[attr-defined]
 
 
 def stop() -> None:
     """Leave the process group."""
+    global _store
     dist.destroy_process_group()
+    _store = None
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Where this rank computes, and where collectives of the calling thread take their tensors."""
+    if torch.cuda.is_available() and not _is_apart():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, collectives of this thread travel over groups of their own, on the CPU, beside whatever other threads wait for.
+
+    The groups are made at their first use, by gloo. Reading CUDA tensors does not wait for what they are computing.
+    """
+    _apart.groups = {}
+    stream = torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else contextlib.nullcontext()
+    try:
+        with stream:
+            yield
+    finally:
+        _apart.groups = None
+
+
+def _is_apart() -> bool:
+    return getattr(_apart, "groups", None) is not None
+
+
+def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that stands for `group` in this thread."""
+    if not _is_apart():
+        return group
+    members = tuple(dist.get_process_group_ranks(group))
+    if members not in _apart.groups:
+        _apart.groups[members] = dist.new_group(
+            list(members), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
+    return _apart.groups[members]
 
 
 def rank() -> int:
@@ -58,14 +144,14 @@ def rank() -> int:
 def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Add `value` over the ranks of `group`, in place, and return it."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(value, group=group)
+        dist.all_reduce(value, group=_own(group))
     return value
 
 
 def max_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The largest `value` of the ranks of `group`, element by element, in place."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_own(group))
     return value
 
 
@@ -90,21 +176,28 @@ def gather_json(value: Any) -> list[Any]:
     if world_size == 1:
         return [json.loads(json.dumps(value))]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device())
+    group = _own(None)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device()))
+    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device()), group=group)
     widest = max(int(size) for size in sizes)
     padded = torch.zeros(widest, dtype=torch.uint8, device=device())
     padded[: payload.numel()] = payload
     gathered = [torch.zeros_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [
         json.loads(bytes(row[: int(size)].cpu().tolist()).decode()) for row, size in zip(gathered, sizes, strict=True)
     ]
 
 
+def same_on_all_ranks(value: Any) -> bool:
+    """Whether all ranks gave the same JSON-able value."""
+    first, *others = gather_json(value)
+    return all(other == first for other in others)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
-    dist.barrier()
+    dist.barrier(group=_own(None))
 
 
 def send(value: torch.Tensor, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ import pytest
 from tests import margins, ranks
 
 margins.install_if_asked()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of the tests compute on the CPU, but for `pytest -m gpu`, whose tests start none on gloo."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture

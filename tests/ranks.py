@@ -1,7 +1,11 @@
-"""Ranks as processes forked from a server that has imported the heavy libraries once: a test of 4 ranks takes a second."""
+"""Ranks as processes forked from a server that has imported the heavy libraries once: a test of 4 ranks takes a second.
+
+They meet on gloo, whatever devices the machine has: a process forked from one that has asked for a device could not use it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -11,7 +15,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from typing import Any
 
 from recipes.launcher import free_port
@@ -25,6 +30,20 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _WORKERS = "tests.distributed.workers"
 _CONTEXT.set_forkserver_preload([_WORKERS])
 LIMIT_SECONDS = 60
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@contextlib.contextmanager
+def without_devices() -> Iterator[None]:
+    """Processes that are started inside see no CUDA device."""
+    before = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_VISIBLE]
+        if before is not None:
+            os.environ[_VISIBLE] = before
 
 
 def _find(name: str) -> Callable:
@@ -60,6 +79,8 @@ def run_ranks(function: str, world_size: int, *args: Any, limit: float = LIMIT_S
 
     The first error of a rank is raised with its traceback; a run longer than `limit` seconds is killed and fails the test.
     """
+    with without_devices():
+        forkserver.ensure_running()
     port, pipes, processes = free_port(), [], []
     for rank in range(world_size):
         here, there = _CONTEXT.Pipe(duplex=False)

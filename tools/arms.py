@@ -22,6 +22,7 @@ from typing import NoReturn
 from recipes.config import Config
 from recipes.launcher import free_port
 from recipes.pretrain import ROOT, compose
+from recipes.telemetry.wandb_variables import for_own_run
 from recipes.validation import prepare, problems
 
 NUM_PROCESSES = 2
@@ -81,7 +82,7 @@ def run_to_end(words: Sequence[str], name: str, folder: Path) -> None:
     Raises SystemExit with its exit code when it fails. Leaves no process behind, however it ends.
     """
     # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(words, start_new_session=True)
+    child = subprocess.Popen(words, start_new_session=True, env=for_own_run(os.environ))
     try:
         code = child.wait()
     except BaseException:

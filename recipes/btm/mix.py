@@ -90,10 +90,11 @@ def ridge(x_TH: torch.Tensor, targets_TE: torch.Tensor, strength: float = 1e-3) 
 def fit_routers(model: GPT, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], sharpness: float) -> None:
     """Give every router the regression of one-hot labels on what it reads, first layer first, without training.
 
-    batches: ids [B, S]; labels: the expert of each of their sequences, [B], -1 for none. Targets are `sharpness` for the
-    expert of the text and 0 for all others, so that a router that is sure gives it almost all of the gate. A layer is
-    fitted on what the layers below, already fitted, hand to it: one forward pass over all batches per layer.
+    batches: ids [B, S]; labels: the expert of each of their sequences, [B], -1 for none; on any device. Targets are
+    `sharpness` for the expert of the text and 0 for all others, so that a router that is sure gives it almost all of the
+    gate. A layer is fitted on what the layers below, already fitted, hand to it: one forward pass over all batches per layer.
     """
+    device = next(model.parameters()).device
     routers = {piece.name: entry for entry in registry(model, model.config) for piece in entry.pieces}
     for block in model.blocks:
         name = f"layers.{block.layer}.moe.router.weight"
@@ -102,11 +103,11 @@ def fit_routers(model: GPT, batches: Sequence[torch.Tensor], labels: Sequence[to
         inputs: list[torch.Tensor] = []
         handle = _mlp(block).register_forward_pre_hook(lambda module, args, kept=inputs: kept.append(args[0].clone()))
         for tokens_BS in batches:
-            model.logits(tokens_BS)
+            model.logits(tokens_BS.to(device))
         handle.remove()
         experts = len(routers[name].parameter)
         x_TH, targets_TE = [], []
-        for x_SBH, labels_B in zip(inputs, labels, strict=True):
+        for x_SBH, labels_B in zip(inputs, (labels_B.to(device) for labels_B in labels), strict=True):
             known_B = labels_B >= 0
             one_hot_BE = nn.functional.one_hot(labels_B[known_B], experts) * sharpness
             x_TH.append(x_SBH[:, known_B].reshape(-1, x_SBH.shape[-1]))

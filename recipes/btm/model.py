@@ -20,7 +20,8 @@ from recipes.btm.average import check_alike
 from recipes.btm.ensemble import expert_log_weights, mixture
 from recipes.checkpoint import model as single
 from recipes.checkpoint.format import Checkpoint
-from recipes.config import Config, PosteriorForm, from_plain
+from recipes.config import Config, PosteriorForm
+from recipes.description import one_message, read_value
 from recipes.files import own_folder, parse_json
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
@@ -111,9 +112,10 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Con
     try:
         found = parse_json((path / DESCRIPTION).read_text())
         folders = {str(name): path / str(folder) for name, folder in found["branches"].items()}
-        prior = tuple(from_plain(list[float], found["prior"], "prior"))
-        updating = from_plain(float | None, found["updating"], "updating")
-        top_k = from_plain(int | None, found["top_k"], "top_k")
+        types = {"prior": list[float], "updating": float | None, "top_k": int | None}
+        if problems := [text for key, kind in types.items() for text in read_value(kind, found[key], key)]:
+            raise ValueError(one_message(problems))
+        prior, updating, top_k = tuple(found["prior"]), found["updating"], found["top_k"]
         weighing = Weighing(PosteriorForm(found["form"]), prior, updating, top_k)
         if len(prior) != len(folders) or not folders:
             raise ValueError(f"{len(prior)} prior probabilities for {len(folders)} branches")

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from recipes.btm.arms import (
     Arm,
     Arms,
@@ -35,7 +33,7 @@ from recipes.btm.arms import (
 from recipes.btm.average import Average, check_alike, fresh_trainer, write
 from recipes.btm.mix import Mix
 from recipes.btm.mixing import as_mix, mix_cost, mix_moe
-from recipes.btm.pool import Job, command, run_jobs
+from recipes.btm.pool import Job, command, device_shares, run_jobs
 from recipes.btm.show import job_bars
 from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
@@ -44,6 +42,7 @@ from recipes.checkpoint.rotate import find_checkpoint
 from recipes.checkpoint.trainer import check_trainer
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.description import to_yaml
 from recipes.files import replace_text
 from recipes.launcher import free_port
 from recipes.logical import moe_layers
@@ -74,13 +73,14 @@ class Pipeline:
         self.made: dict[str, Arm] = make_arms(config, self.arms, self.folder / "split")
         for arm in self.made.values():
             complete(without_own_data(arm), config, self.folder)
+        self.device_shares = device_shares(config.btm.ranks_per_branch)
         self.store = Store(self.folder, config.btm.stages, say)
         self.digests: dict[str, str] = {}
 
     def run(self) -> None:
         """All stages up to the last one asked for."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(to_plain(self.config), sort_keys=False, allow_unicode=True)
+        text = to_yaml(self.config)
         replace_text(self.folder / "config.yaml", text)
         wanted = max(list(BtmStage).index(stage) for stage in self.config.btm.stages)
         stages = [self.split, self.train_seed, self.branch, self.train, self.merge, self.mix, self.evaluate]
@@ -188,7 +188,9 @@ class Pipeline:
             self.say(f"training {', '.join(by_name)}: {min(len(mine), self.config.btm.workers)} at once")
             jobs = [self._job(arm, len(mine)) for arm in mine]
             with job_bars({arm.name: self._steps(arm) for arm in mine}) as look:
-                run_jobs(jobs, self.config.btm.workers, self.config.btm.retries, done, self.say, look)
+                run_jobs(
+                    jobs, self.config.btm.workers, self.config.btm.retries, done, self.say, look, self.device_shares
+                )
         if (others := [arm.name for arm in todo if arm not in mine]) and self._later_than(stage):
             raise ValueError(f"{', '.join(others)}: not trained yet; run them, then the later stages (btm.only={only})")
 

@@ -2,7 +2,8 @@
 
     jobs -> run_jobs -> each started, watched by its exit code, started again when it died, reported when it ended
 
-A job that fails for good does not stop the others. Jobs share a disk, nothing else: no socket, pipe or group joins them.
+A job that fails for good does not stop the others. Jobs share a disk, nothing else: no socket, pipe or group joins them. Each sees
+only its share of the CUDA devices (`device_shares`); with more workers than shares some jobs have the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from recipes.files import open_append, own_folder
+from recipes.telemetry.wandb_variables import for_own_run
 
 _BAD_INPUT = 2  # exit code of a mistake in the description, which another attempt cannot mend
 _POLL_SECONDS = 0.2
@@ -35,18 +37,24 @@ class Job:
     command: list[str]
     log: Path
     threads: int = 1
+    devices: str | None = field(default=None, init=False)  # as CUDA_VISIBLE_DEVICES has them; None: as this process
     attempts: int = field(default=0, init=False)
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start it in a session of its own, without the variables of a launcher above us; output is appended to `log`."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FROM_LAUNCHERS)}
+        """Start it in a session of its own, without the variables of a launcher above us or of our own W&B run.
+
+        Output is appended to `log`.
+        """
+        ours = for_own_run(os.environ)
+        inherited = {key: value for key, value in ours.items() if not key.startswith(_FROM_LAUNCHERS)}
+        seen = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
         own_folder(self.log.parent)
         self.attempts += 1
         with open_append(self.log) as log:
             self.process = subprocess.Popen(
                 self.command,
-                env=inherited | {"OMP_NUM_THREADS": str(self.threads)},
+                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -62,6 +70,24 @@ def command(arguments: Iterable[str], ranks: int, port: int | None = None) -> li
     return [sys.executable, *launcher, "-m", "recipes.pretrain", *arguments]
 
 
+def device_shares(ranks: int) -> list[str]:
+    """The CUDA devices that this process may use, divided into shares of `ranks`, each as CUDA_VISIBLE_DEVICES names it; none: [].
+
+    Raises ValueError when there are some, but not enough for one share.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    devices = (named or [str(number) for number in range(count)])[:count]
+    if 0 < len(devices) < ranks:
+        raise ValueError(
+            f"btm.ranks_per_branch={ranks}, but {len(devices)} CUDA devices are visible here ({','.join(devices)}); "
+            f"use 1 to {len(devices)}, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    return [",".join(devices[first : first + ranks]) for first in range(0, len(devices) - ranks + 1, ranks)]
+
+
 def run_jobs(
     jobs: Iterable[Job],
     workers: int,
@@ -69,9 +95,11 @@ def run_jobs(
     done: Callable[[Job], None],
     say: Callable[[str], None],
     watch: Callable[[list[Job]], None] = lambda running: None,
+    shares: Sequence[str] = (),
 ) -> None:
     """Run all jobs, `workers` at once; `done` hears of each that ended well, `watch` of those that run, now and then.
 
+    A job is started on the one of `shares` (see `device_shares`) that the fewest running jobs have.
     A job that ends otherwise is started again up to `retries` times, unless its input was bad. Raises ValueError naming those
     that failed, and the ends of their logs, after all others are done. Leaves no process behind, however it ends.
     """
@@ -80,6 +108,8 @@ def run_jobs(
         while waiting or running:
             while waiting and len(running) < workers:
                 job = waiting.popleft()
+                if shares:
+                    job.devices = min(shares, key=[other.devices for other in running].count)
                 job.start()
                 running.append(job)
             time.sleep(_POLL_SECONDS)

@@ -6,16 +6,15 @@ data set, number of parts -> write_random_parts -> data set with a domain "rando
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, DatasetInfo
-from recipes.data.indexed import IndexedSource, megatron_indexed_dataset, narrow
-from recipes.files import own_folder, replace_bytes, replace_text
+from recipes.data.dataset import SPLITS, DatasetInfo, copy_tokenizer, tokenizer_entry, write_manifest
+from recipes.data.indexed import IndexedSource, IndexedWriter
+from recipes.files import own_folder
 
 # Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
 # encyclopedia by about 0.3.
@@ -111,26 +110,24 @@ def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
 
 def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:
     """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
-    builder = megatron_indexed_dataset().IndexedDatasetBuilder
     entries: dict[str, Any] = {}
     own_folder(out)
     for name, documents in domains:
-        sizes = {}
+        splits = {}
         for split in SPLITS:
-            for suffix in ("bin", "idx"):  # what is left of an earlier attempt, or a link
-                (out / f"{name}_{split}.{suffix}").unlink(missing_ok=True)
-            writer, count, tokens = builder(str(out / f"{name}_{split}.bin"), dtype=info.dtype.type), 0, 0
+            writer = IndexedWriter(out / f"{name}_{split}", info.dtype, info.vocab_size)
             for ids in documents if split == "train" else ():
-                writer.add_document(narrow(ids, info.dtype), [len(ids)])
-                count, tokens = count + 1, tokens + len(ids)
-            writer.finalize(str(out / f"{name}_{split}.idx"))
-            sizes[split] = {"documents": count, "tokens": tokens}
-        entries[name] = {"splits": sizes}
-    tokenizer = {"fingerprint": info.tokenizer_fingerprint, "vocab_size": info.vocab_size, "eod": info.eod}
-    manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": info.dtype.name, "domains": entries}
-    for file in info.folder.glob("tokenizer*"):
-        replace_bytes(out / file.name, file.read_bytes())
-    replace_text(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+                writer.add(ids)
+            splits[split] = writer.finish()
+        entries[name] = {"splits": splits}
+    if info.has_tokenizer():
+        tokenizer = info.tokenizer()
+        copy_tokenizer(tokenizer, out)
+        entry = tokenizer_entry(tokenizer)
+    else:
+        entry = {"file": None, "files": {}, "vocab_size": info.vocab_size, "eod": info.eod}
+        entry["fingerprint"] = info.tokenizer_fingerprint
+    write_manifest(out, entry, info.dtype, entries)
 
 
 def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:
@@ -138,11 +135,10 @@ def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:
     index of each split, and the checksum of its input where the data set records it."""
     import hashlib
 
-    recorded = json.loads((info.folder / MANIFEST).read_text(encoding="utf-8")).get("inputs", {})
     found: dict[str, Any] = {"tokenizer": info.tokenizer_fingerprint, "vocab_size": info.vocab_size}
     for domain in domains:
         indices = [info.folder / f"{domain}_{split}.idx" for split in SPLITS]
-        source = recorded.get(domain, {}).get("sha256")
+        source = info.inputs.get(domain, {}).get("sha256")
         if source is None:  # nothing is recorded of where it came from: read it
             indices += [info.folder / f"{domain}_{split}.bin" for split in SPLITS]
         digests = []

@@ -5,14 +5,14 @@ Checkpoint -> check_trainer -> Config, whose model has exactly the tensors of th
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from recipes.checkpoint.format import MODEL, OPTIMIZER, TRAINER, Checkpoint
-from recipes.config import Config, from_plain
+from recipes.config import Config
+from recipes.description import check_description, read_record
 from recipes.logical import expert_counts, logical_tensors, padded_vocab_size
 from recipes.validation import from_stored
 
@@ -60,9 +60,7 @@ def check_trainer(checkpoint: Checkpoint) -> Config:
     is of another step, or describes another model than the one whose tensors are there."""
     where = checkpoint.path / TRAINER
     try:
-        known = typing.get_type_hints(TrainerState)
-        found = {key: value for key, value in checkpoint.trainer.items() if key in known}
-        state = from_plain(TrainerState, found)
+        state = read_record(TrainerState, checkpoint.trainer)
         _check_ranges(state, checkpoint.step)
         config = _config(checkpoint)
         _check_experts(state.moe, config)
@@ -97,7 +95,7 @@ def _check_ranges(state: TrainerState, step: int) -> None:
 def _config(checkpoint: Checkpoint) -> Config:
     """The description, after bounds by what the files hold, so that neither checking nor building it takes more."""
     plain, stored = checkpoint.trainer.get("config"), checkpoint.tensors(MODEL)
-    config = from_plain(Config, plain, "config")
+    config = check_description(plain)
     model, experts = config.model, config.moe.num_moe_experts_per_layer or [config.moe.num_moe_experts or 0]
     if model.vocab_size is None or max(model.num_layers, *experts) > len(stored):
         sizes = f"vocab_size={model.vocab_size}, num_layers={model.num_layers}, up to {max(experts)} experts"

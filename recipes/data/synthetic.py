@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS
-from recipes.data.indexed import megatron_indexed_dataset
+from recipes.data.dataset import SPLITS, write_manifest
+from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
 
 EOD = 0
 
@@ -26,18 +26,21 @@ def write_dataset(
         splits = {}
         for split, share in zip(SPLITS, (0.96, 0.02, 0.02), strict=True):
             prefix = folder / f"{domain}_{split}"
-            builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
-            written, documents = 0, 0
+            writer, written = IndexedWriter(prefix, dtype), 0
             while written < tokens * share:
                 # Squared, so that small ids are frequent and there is something to learn.
                 ids = (generator.random(generator.integers(5, 200)) ** 2 * (vocab_size - 1)).astype(dtype) + 1
                 ids[-1] = EOD
-                builder.add_document(ids, [len(ids)])
-                written, documents = written + len(ids), documents + 1
-            builder.finalize(f"{prefix}.idx")
-            splits[split] = {"documents": documents, "tokens": written}
+                writer.add(ids)
+                written += len(ids)
+            splits[split] = writer.finish()
         entries[domain] = {"splits": splits}
-    tokenizer = {"file": "none", "fingerprint": "synthetic", "vocab_size": vocab_size, "eod": EOD}
-    manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": dtype.name, "domains": entries}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    tokenizer: dict[str, Any] = {
+        "file": None,
+        "files": {},
+        "fingerprint": "synthetic",
+        "vocab_size": vocab_size,
+        "eod": EOD,
+    }
+    write_manifest(folder, tokenizer, dtype, entries)
     return folder

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -36,7 +37,6 @@ from recipes.engine.state import (
 from recipes.groups import DataParallel
 from recipes.logical import LocalParameter, Piece
 from recipes.model.gpt import GPT
-from recipes.topology import Role
 
 
 class Engine:
@@ -48,11 +48,12 @@ class Engine:
         self.parameters = parameters
         self.clip_grad = config.optimizer.clip_grad
         self.groups, self.layout = model.groups, model.groups.layout
-        self._copies = {entry.name: len(self.replica_groups(entry)[0]) for entry in parameters}
+        self._copies = {entry.name: self._num_copies(entry) for entry in parameters}
         self.data_parallel_size = self.layout.data_parallel_size
         self.optimizer = make_optimizer(config, parameters, self.layout)
         settings = deepspeed_settings(config, self.layout)
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
+        self.offloaded = "offload_optimizer" in settings["zero_optimization"]
         self.inner = self._initialize(settings)
         self.wrapper = self.inner.optimizer
         prepare_moments(self.optimizer, self.wrapper)
@@ -132,6 +133,13 @@ class Engine:
         self.inner.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
         if not self.inner.is_gradient_accumulation_boundary():
             self.inner.step()  # only counts the micro-batch
+        else:
+            self._await_host_gradients()
+
+    def _await_host_gradients(self) -> None:
+        """Wait until offloaded gradients are in host memory: DeepSpeed copies them there on its own streams and goes on."""
+        if self.offloaded:
+            get_accelerator().synchronize()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -142,8 +150,10 @@ class Engine:
         squares = torch.zeros((), dtype=torch.float64, device=collectives.device())
         for copies, tensors in self._gradient_parts():
             squares += _square_sum(tensors) / copies
-        self._norm = collectives.sum_over_ranks(squares).sqrt().float()
-        norm = float(self._norm)
+        norm_on_device = collectives.sum_over_ranks(squares).sqrt().float()
+        norm = float(norm_on_device)
+        # Where the gradients are: host tensors cannot be scaled by a number that lies on a device.
+        self._norm = norm_on_device.cpu() if self.offloaded else norm_on_device
         return norm if math.isfinite(norm) else math.inf
 
     def _gradient_parts(self) -> list[tuple[int, list[torch.Tensor]]]:
@@ -207,15 +217,12 @@ class Engine:
             found += [(piece, piece.read(grad).clone()) for piece in entry.pieces]
         return found
 
-    def replica_groups(self, entry: LocalParameter) -> list[list[int]]:
-        """Groups of ranks that hold the same values of this parameter, of those groups that hold some part of it."""
+    def _num_copies(self, entry: LocalParameter) -> int:
+        """Ranks that hold the same values of this parameter."""
         if is_moe_param(entry.parameter):
-            return self.layout.groups(Role.edp)
-        groups = self.layout.groups(Role.dp) if entry.sharded else self.layout.stages()
-        if entry.tied:  # both lists are in the order of the stages
-            ends = len(groups) // self.layout.pipeline_parallel_size
-            groups = [[*first, *last] for first, last in zip(groups[:ends], groups[-ends:], strict=True)]
-        return groups
+            return self.layout.expert_data_parallel_size
+        over_tensor = 1 if entry.sharded else self.layout.tensor_parallel_size
+        return self.layout.data_parallel_size * over_tensor * (2 if entry.tied else 1)
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
         """This rank's part of a parameter's master and moments."""
@@ -231,12 +238,12 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, entry: LocalParameter, states: dict[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of master and moments from whole fp32 tensors shaped like the parameter."""
+        """Overwrite this rank's part of the states given from whole fp32 tensors shaped like the parameter; `master` is one."""
         fragment = self.fragment(entry.parameter)
         if fragment is not None:
-            for name in self.state_names():
+            for name, state in states.items():
                 target = fragment.states[name]
-                target.copy_(states[name].reshape(-1).narrow(0, fragment.start, target.numel()))
+                target.copy_(state.reshape(-1).narrow(0, fragment.start, target.numel()))
         if isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3):
             with deepspeed.zero.GatheredParameters([entry.parameter], modifier_rank=0):
                 entry.parameter.copy_(states["master"])

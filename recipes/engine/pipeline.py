@@ -77,6 +77,7 @@ class PipelineEngine(Engine):
         inner.module.train()
         inner._compute_loss, inner.total_loss, inner.total_additional_losses = True, None, None
         inner._exec_schedule(inner._train_schedule())
+        self._await_host_gradients()
         self._sum_tied_gradients()
         return stage.nll.clone()
 

@@ -103,7 +103,7 @@ def join(fragment: Fragment | None, parameter: nn.Parameter, names: tuple[str, .
     if group is None:  # nothing is partitioned
         assert fragment is not None
         return {name: fragment.states[name].view(shape) for name in names}
-    flat = torch.zeros(len(names), shape.numel(), dtype=torch.float32, device=parameter.device)
+    flat = torch.zeros(len(names), shape.numel(), dtype=torch.float32, device=collectives.device())
     if fragment is not None:
         for row, name in zip(flat, names, strict=True):
             row.narrow(0, fragment.start, fragment.master.numel()).copy_(fragment.states[name])

@@ -146,19 +146,25 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
     return possible and model.transformer_impl is not TransformerImpl.local
 
 
-def layer_spec(model: ModelConfig, document_mask: bool, sequence_parallel: bool) -> ModuleSpec:
-    """Specification of one block. With `document_mask` attention takes an explicit mask, which our core attention reads."""
-    spec = _layer_spec(model, document_mask)
+def layer_spec(
+    model: ModelConfig, document_mask: bool, sequence_parallel: bool, num_experts: int | None = None
+) -> ModuleSpec:
+    """Specification of one block. With `document_mask` attention takes an explicit mask, which our core attention reads.
+
+    `num_experts`: of a block whose MLP the caller replaces by a layer with experts; its norm before that layer is a module of its
+    own, while Transformer Engine's dense MLP contains it.
+    """
+    spec = _layer_spec(model, document_mask, num_experts)
     if sequence_parallel:
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = divided_bias_dropout_add
     return spec
 
 
-def _layer_spec(model: ModelConfig, document_mask: bool) -> ModuleSpec:
+def _layer_spec(model: ModelConfig, document_mask: bool, num_experts: int | None) -> ModuleSpec:
     if uses_transformer_engine(model):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts, qk_layernorm=model.qk_layernorm)
         if document_mask:
             spec.submodules.self_attention.submodules.core_attention = SdpaAttention
         return spec

@@ -27,6 +27,7 @@ from recipes.logical import (
     Place,
     Shard,
     block_pieces,
+    expert_counts,
     head_width,
     initial_value,
     logical_tensors,
@@ -36,6 +37,7 @@ from recipes.logical import (
     vocabulary_pieces,
 )
 from recipes.model.blocks import build_norm, layer_spec, own_dropout, rotary_angles, transformer_config
+from recipes.model.complete import check_complete
 from recipes.model.loss import token_losses
 from recipes.model.recompute import NormOutputs, recompute_module, recomputed
 from recipes.moe.context import MoeContext
@@ -76,8 +78,10 @@ class Block(nn.Module):
     def __init__(self, config: Config, mcore_config, layer: int, moe: MoeContext | None):
         super().__init__()
         self.layer = layer
-        spec = layer_spec(config.model, config.data.reset_attention_mask, mcore_config.sequence_parallel)
-        if moe is not None and layer in moe.layers:
+        num_experts = expert_counts(config).get(layer)
+        spec = layer_spec(config.model, config.data.reset_attention_mask, mcore_config.sequence_parallel, num_experts)
+        if num_experts is not None:
+            assert moe is not None
             spec.submodules.mlp = ModuleSpec(module=MoeLayer, params={"run": config, "context": moe, "layer": layer})
         self.inner = build_module(spec, config=mcore_config, layer_number=layer + 1)
         self.moe = (moe,)  # a tuple: it is no module of the block
@@ -211,6 +215,7 @@ class GPT(nn.Module):
         owns_weight = not (model.share_embeddings_and_output_weights and self.first)
         self.head = Head(config, mcore_config, rows, owns_weight) if self.last else None
         partial.add_up(self, self.groups)
+        check_complete(config, self.groups, registry(self, config))
         initialise(self, config.run.seed)
 
     def hidden(

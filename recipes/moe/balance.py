@@ -58,11 +58,16 @@ def z_part(logits_TE: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tenso
     return torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
 
 
-def bias_change(counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """How biases move after a step with these integer counts [..., E]: up by `rate` for an expert with less than the mean
-    of its layer, down for one with more (Wang et al. 2024, arXiv 2408.15664, alg. 1). Decided in integers: fp32 [..., E]."""
-    missing = counts.sum(-1, keepdim=True) - counts.shape[-1] * counts
-    return missing.sign().float() * rate
+def moved_biases(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> torch.Tensor:
+    """The biases of a layer after a step with these integer counts of all its experts: fp64 [E].
+
+    Up by `rate` for an expert with less than the mean, down for one with more (Wang et al. 2024, arXiv 2408.15664, alg. 1), which
+    is decided in integers. Then their mean is taken off: a number common to all experts of a layer changes no choice, but as
+    more experts gain than lose, it would grow until a bias no longer resolves `rate`.
+    """
+    missing_E = counts_E.sum() - len(counts_E) * counts_E
+    moved_E = bias_E + missing_E.sign().double() * rate
+    return moved_E - moved_E.mean()
 
 
 def coefficient(start: float, end: float | None, ramp: list[int] | None, step: int) -> float:

@@ -19,7 +19,7 @@ from recipes import collectives
 from recipes.config import AuxLossScope, Config, RouterType
 from recipes.groups import Groups
 from recipes.logical import expert_counts
-from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
+from recipes.moe.balance import AddLoss, balance_part, coefficient, moved_biases, sequence_balance_part, z_part
 from recipes.moe.controls import prefix_keys
 from recipes.moe.router import Routing
 from recipes.topology import Role
@@ -50,8 +50,8 @@ class MoeContext:
         self.previous_NE = torch.zeros(len(self.layers), most, dtype=torch.int64, device=device)
         for previous_E in self._of_layers(self.previous_NE):
             previous_E.fill_(1)
-        # No part of the model, which may be cast to bf16: the rate would be lost in a bias of 0.5.
-        self.bias_NE = torch.zeros(len(self.layers), most, dtype=torch.float32, device=device)
+        # No part of the model, which may be cast to bf16: the rate would be lost in a bias of 0.5. In fp32 it would be rounded.
+        self.bias_NE = torch.zeros(len(self.layers), most, dtype=torch.float64, device=device)
         self.steps = 0  # finished ones, skipped ones too
         self.keys_T: torch.Tensor | None = None  # what routers that learn nothing go by, of this rank's tokens
 
@@ -89,7 +89,7 @@ class MoeContext:
         if not self.moe.moe_router_enable_expert_bias:
             return None
         row = self.layers.index(layer)
-        return self.bias_NE[row, : self.num_experts[row]]
+        return self.bias_NE[row, : self.num_experts[row]].float()
 
     def auxiliary(
         self, out: torch.Tensor, layer: int, routing: Routing, sequence_shape: tuple[int, int]
@@ -204,10 +204,10 @@ class MoeContext:
         self.previous_NE = counts_NE
         if self.moe.moe_router_enable_expert_bias:
             for bias_E, counts_E in zip(self._of_layers(self.bias_NE), self._of_layers(counts_NE), strict=True):
-                bias_E += bias_change(counts_E, self.moe.moe_router_bias_update_rate)
+                bias_E.copy_(moved_biases(bias_E, counts_E, self.moe.moe_router_bias_update_rate))
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run, or one that only computes, needs, as JSON (which holds fp32 exactly)."""
+        """What a resumed run, or one that only computes, needs, as JSON (which holds fp64 exactly)."""
         kept = {"previous_counts": self.previous_NE, "bias": self.bias_NE}
         by_layer = {name: [row_E.tolist() for row_E in self._of_layers(rows)] for name, rows in kept.items()}
         return by_layer | {"steps": self.steps}

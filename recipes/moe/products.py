@@ -1,7 +1,7 @@
 """out = a @ b, as experts need it: few rows, and matrices that are not in the cache.
 
-In fp32 on x86 by `products.cpp`, which the machine's compiler makes ready when it is first needed; otherwise, and where there
-is no compiler, by torch.
+In fp32 on x86 by `products.cpp`, which the machine's compiler makes ready when it is first needed, and which must agree with
+torch on small products before it is used; otherwise, and where there is no compiler, by torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shlex
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from recipes.moe.compiled import cache_folder, cached, loadable
 
 SOURCE = Path(__file__).with_name("products.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
@@ -78,17 +81,79 @@ def kernel() -> Product | None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
-        return load(_compiled())
+        return _verified(*_compiled())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
         if os.environ.get("RANK", "0") == "0":
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            how = "cannot be used" if isinstance(error, UnusableError) else "was not compiled"
             warnings.warn(
-                f"experts use torch's matrix products, which take up to half as long again: {SOURCE.name} was not compiled "
+                f"experts use torch's matrix products, which take up to half as long again: {SOURCE.name} {how} "
                 f"({said[0] if said else error}); it needs g++ or clang, or one that CXX names, and a cache folder that can be "
                 "written, ~/.cache or XDG_CACHE_HOME",
                 stacklevel=2,
             )
         return None
+
+
+def _verified(path: Path, library: bytes) -> Product:
+    """The product of a library. Raises UnusableError, and removes the file, so that the next process compiles it again."""
+    here = loadable(library)
+    try:
+        product = load(here)
+        check(product)
+    except (OSError, AttributeError, UnusableError, MemoryError) as error:  # no attribute: a library of something else
+        path.unlink(missing_ok=True)
+        raise UnusableError(f"{path}: {str(error).removeprefix(f'{here}: ')}") from error
+    return product
+
+
+class UnusableError(RuntimeError):
+    """A library that was compiled, but does not multiply as it should."""
+
+
+# Rows, columns, depth: odd ones; more than one panel; rows of `out` in step with the lines of the cache, and several threads.
+_SHAPES = ((5, 37, 19), (17, 70, 530), (64, 96, 256))
+_TOLERANCE = 1e-5  # of the sum of absolute terms; fp32 rounds to some 1e-7 of it
+
+
+@torch.no_grad()
+def check(product: Product) -> None:
+    """Multiply small matrices in every way there is. Raises UnusableError for a result that is not torch's in fp64.
+
+    Takes less than 0.1 s.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+
+    def factor(rows: int, columns: int, transposed: bool, gathered: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is handed over, and which of its rows are meant."""
+        if transposed:
+            return draw(columns, rows + 3)[:, :rows].t(), None
+        if not gathered:
+            return draw(rows, columns + 3)[:, :columns], None
+        return draw(rows + 4, columns), torch.randperm(rows + 4, generator=generator, device="cpu")[:rows]
+
+    flags = (False, True)
+    for (rows, columns, depth), a_first, b_first, streams in itertools.product(_SHAPES, flags, flags, flags):
+        a, a_rows = factor(rows, depth, a_first, gathered=not streams)
+        b, b_rows = factor(depth, columns, b_first, gathered=not streams)
+        left, right = (x.double() if which is None else x[which].double() for x, which in ((a, a_rows), (b, b_rows)))
+        expected, bound = left @ right, _TOLERANCE * (left.abs() @ right.abs() + 1)
+        around = torch.full((4, rows + 2, columns + 32), 7.0, dtype=torch.float32, device="cpu")
+        plain, times_slope, gelu, x = inside = around[:, 1:-1, 16:-16]
+        x.copy_(draw(rows, columns))
+        product(a, b, plain, a_rows=a_rows, b_rows=b_rows, streams=streams)
+        product(a, b, times_slope, a_rows=a_rows, b_rows=b_rows, slope_at=x, gelu=gelu, streams=streams)
+        wide = x.double()
+        slope = torch.ops.aten.gelu_backward(torch.ones_like(wide), wide)
+        off = [plain - expected, times_slope - expected * slope, gelu - torch.nn.functional.gelu(wide)]
+        product(a, b, plain, a_rows=a_rows, b_rows=b_rows, gelu=gelu, streams=streams)
+        off += [plain - expected, gelu - torch.nn.functional.gelu(expected)]
+        inside.fill_(7.0)
+        if not all((each.abs() <= 2 * bound).all() for each in off) or not (around == 7.0).all():
+            raise UnusableError(f"its product {rows} x {depth} x {columns} is wrong")
 
 
 def load(library: Path) -> Product:
@@ -133,14 +198,11 @@ def compile_to(library: Path, flags: Sequence[str]) -> None:
         made.replace(library)
 
 
-def _compiled() -> Path:
-    """The library in the user's cache; a home may be shared by unlike machines."""
+def _compiled() -> tuple[Path, bytes]:
+    """The library and its place in the user's cache; a home may be shared by unlike machines."""
     made_of = (SOURCE.read_text(), *FLAGS, os.environ.get("CXX", ""), platform.machine(), _processor())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sparse-pretraining-recipes")
-    library = cache / f"products-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        compile_to(library, FLAGS)
-    return library
+    key = f"products-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    return cached(cache_folder(), key, lambda library: compile_to(library, FLAGS))
 
 
 def _processor() -> str:

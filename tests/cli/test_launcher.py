@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launcher import Arguments, Ranks, expand_hosts, is_lost_contact, rank_environment, split_arguments
+from recipes.launcher import Arguments, Ranks, expand_hosts, launch_note, rank_environment, split_arguments
+from recipes.process import is_lost_contact
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -71,29 +72,87 @@ def test_matching_or_unset_local_ranks_pass():
         assert split_arguments(words, {"LOCAL_RANK": "1"}) == Arguments(overrides=())
 
 
-def test_torchrun_comes_before_slurm():
-    environ = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    environ |= {"MASTER_ADDR": "n0", "MASTER_PORT": "29501"}
-    assert rank_environment(environ | STEP) == Ranks(3, 1, 4, 2, "n0", 29501)
+BY_HAND = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29501",
+}
+
+
+def test_torchrun_comes_before_slurm_and_mpi():
+    """Either may start it once per node."""
+    torchrun = BY_HAND | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    others = STEP | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert rank_environment(torchrun | others) == Ranks(3, 1, 4, 2, "n0", 29501, shared_store=True)
+    named = rank_environment(torchrun | {"TORCHELASTIC_RUN_ID": "a7"})
+    assert named.job == "torchrun a7"
+
+
+def test_jobs_of_deepspeed_on_one_node_are_told_apart_by_their_launcher():
+    environ = BY_HAND | {"CROSS_SIZE": "1"}
     environ["LOCAL_SIZE"] = environ.pop("LOCAL_WORLD_SIZE")  # deepspeed's name for it
-    assert rank_environment(environ) == Ranks(3, 1, 4, 2, "n0", 29501)
+    first, second = (rank_environment(environ, launcher) for launcher in ("70:1", "71:1"))
+    assert (first.rank, first.local_rank, first.world_size, first.local_world_size) == (3, 1, 4, 2)
+    assert first.job != second.job and not set(first.ports()) & set(second.ports())
+    assert rank_environment(environ | {"CROSS_SIZE": "2"}, "70:1").ports() == [29501]  # nobody knows both launchers
 
 
 def test_srun_task():
     ranks = rank_environment(STEP)
     assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size) == (5, 1, 7, 2)
-    assert ranks.master_addr == "gpu03" and 20000 <= ranks.master_port < 30000
+    assert ranks.master_addr == "gpu03" and all(20000 <= port < 30000 for port in ranks.ports())
     last = rank_environment(STEP | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"})
     assert last.local_world_size == 1
-    assert (last.master_addr, last.master_port) == (ranks.master_addr, ranks.master_port)
-    others = {rank_environment(STEP | {"SLURM_STEP_ID": str(step)}).master_port for step in range(20)}
-    assert len(others) > 15  # steps of one job that run at once do not meet
+    assert (last.master_addr, last.job, last.ports()) == (ranks.master_addr, ranks.job, ranks.ports())
+    steps = [rank_environment(STEP | {"SLURM_STEP_ID": str(step)}) for step in range(20)]
+    assert len({step.job for step in steps}) == 20  # steps of one job that run at once do not meet
+    assert rank_environment(STEP | {"SLURM_RESTART_COUNT": "1"}).job != ranks.job
 
 
 def test_a_batch_script_without_srun_is_one_process():
     environ = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
     ranks = rank_environment(environ)
     assert (ranks.rank, ranks.world_size, ranks.local_world_size) == (0, 1, 1) and ranks.master_port > 0
+    note = launch_note(environ, ranks)
+    assert note is not None and note.startswith("SLURM_NTASKS=7, but this is one process")
+    assert launch_note(STEP, rank_environment(STEP)) is None
+
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MVAPICH = {key.replace("OMPI", "MV2"): value for key, value in OMPI.items()}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+WHERE = {"MASTER_ADDR": "n0", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize("environ", [OMPI | {"PMIX_RANK": "3"}, MVAPICH, HYDRA])
+def test_ranks_of_mpi_launchers_join(environ):
+    assert rank_environment(environ | WHERE) == Ranks(3, 1, 4, 2, "n0", 29501)
+    with pytest.raises(ValueError, match=r"rank 3 of 4, which do not know where to meet; pass MASTER_ADDR"):
+        rank_environment(environ, "70:1")  # two nodes, and two launchers
+    with pytest.raises(ValueError, match="do not know where to meet"):
+        rank_environment(one_node(environ))
+    here = rank_environment(one_node(environ), "70:1")
+    assert (here.rank, here.world_size, here.master_addr, here.job) == (3, 4, "127.0.0.1", "mpirun 70:1")
+    alone = {key: "1" if "SIZE" in key or "NRANKS" in key else "0" for key in environ}
+    assert rank_environment(alone).world_size == 1
+
+
+def one_node(environ: dict[str, str]) -> dict[str, str]:
+    return environ | {key: "4" for key in environ if "LOCAL_SIZE" in key or "NRANKS" in key}
+
+
+def test_srun_serves_mpi_programs_but_daemons_of_mpirun_are_no_ranks():
+    same = {"PMI_RANK": STEP["SLURM_PROCID"], "PMI_SIZE": STEP["SLURM_NTASKS"], "PMIX_RANK": STEP["SLURM_PROCID"]}
+    assert rank_environment(STEP | same) == rank_environment(STEP)
+    assert rank_environment(STEP | OMPI | WHERE).world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -106,6 +165,15 @@ def test_a_batch_script_without_srun_is_one_process():
             {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
             "rank 2 of 2, .*below its count",
         ),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1: a launcher started this"),
+        ({"MPI_LOCALRANKID": "0"}, "MPI_LOCALRANKID=0: a launcher started this"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "FLUX_TASK_RANK=0: a launcher started this"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
+        (
+            BY_HAND | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | OMPI,
+            "RANK=0 and WORLD_SIZE=1, but Open MPI started this as rank 3 of 4",
+        ),
+        (BY_HAND | STEP, "RANK=3 and WORLD_SIZE=4, but srun started this as rank 5 of 7"),
         (STEP | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 must lie in 1 .. 65535"),
         (STEP | {"SLURM_STEP_NODELIST": "n[a-b]"}, r"node list range \[a-b\]"),
     ],
@@ -154,7 +222,7 @@ def test_lost_contact(error, lost):
 
 
 def _guarded(body: str, rank: int = 0) -> subprocess.Popen[str]:
-    script = "from recipes.launcher import run_guarded\nimport atexit, sys, time\n"
+    script = "from recipes.process import run_guarded\nimport atexit, sys, time\n"
     script += "atexit.register(time.sleep, 60)\n"  # stands for threads that never end
     script += f"def job():\n{textwrap.indent(textwrap.dedent(body), '    ')}\nsys.exit(run_guarded(job, {rank}))"
     script = (

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from recipes import launcher
+from recipes.checkpoint.format import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -144,6 +145,7 @@ def _pretrain(arguments: list[str], folder: str, output: str, fault: str, enviro
     os.environ.update(environ)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also when the tests run under nohup
 
     from recipes import pretrain
     from tests.distributed import faults
@@ -184,3 +186,10 @@ def steps_recorded(folder: Path) -> int:
     """Complete lines of `metrics.jsonl` so far."""
     file = folder / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
+
+
+def newest_complete(folder: Path) -> int:
+    """The step of the newest checkpoint of a run folder, all of which are intact."""
+    checkpoints = [open_checkpoint(path) for path in sorted((folder / "checkpoints").glob("step_*"))]
+    assert checkpoints and [checkpoint.verify() for checkpoint in checkpoints] == [[]] * len(checkpoints)
+    return max(checkpoint.step for checkpoint in checkpoints)

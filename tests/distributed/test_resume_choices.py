@@ -64,7 +64,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_on_all_ranks(run_ranks, tiny
 def test_a_step_that_is_not_there_is_refused_before_any_other(run_ranks, tiny_data, tmp_path):
     config = config_of(tiny_data, tmp_path / "run")
     run_ranks("run_job", 2, config)
-    config.checkpoint.load_step, config.train.steps, config.checkpoint.override_schedule = 40, 50, True
+    config.checkpoint.load_step, config.train.steps, config.run.resume_with = 40, 50, ["train.steps"]
     with pytest.raises(RuntimeError, match=r"step 40: not in .*the steps there are: 4, 8, 10"):
         run_ranks("run_job", 2, config)
     assert steps(tmp_path / "run") == list(range(1, 11))

@@ -58,7 +58,7 @@ def steps(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, A
 
         rows = own_rows(engine, config, rank)
         inputs = [model_inputs(batch(config)[row], EOD, config.data, torch.device("cpu")) for row in rows]
-        taken = train_step(engine, inputs, 0.1, Guard(config.train), stop_requested=False)
+        taken = train_step(engine, inputs, 0.1, Guard(config.train))
         results.append({"loss": taken.lm_loss, "norm": taken.grad_norm, "grads": grads})
         engine.close()
     enter(Layout(world_size))  # a model that a rank has for itself needs a layout without tensor parallelism

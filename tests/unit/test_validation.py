@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from recipes.config import (
     TokenDropPolicy,
     TransformerImpl,
 )
-from recipes.schema import entries
+from recipes.rules import Length, Range, Text
+from recipes.schema import bare, entries, show, without_null
 from recipes.topology import Layout
 from recipes.validation import prepare, problems
-from recipes.validation.limits import ABOVE_ZERO, BELOW_ONE, BOUNDS, OWNED_KEYS
+from recipes.validation.deepspeed import SETTINGS
+from recipes.validation.limits import OWNED_KEYS
 from tests.cli.fake_data import write_dataset
 from tests.ranks import forked
 
@@ -48,23 +52,49 @@ def test_the_default_is_valid_on_one_and_two_ranks(launch_dir):
     assert problems(Config(), 2, launch_dir=launch_dir) == []
 
 
-def test_every_number_has_a_range():
-    numbers = {key for key, entry in entries().items() if {int, float} & set(_types(entry.hint))}
-    elsewhere = {"zero.stage"}
-    assert numbers == BOUNDS.keys() | set(ABOVE_ZERO) | set(BELOW_ONE) | elsewhere
+def _scalars(hint: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each type without parts inside an annotation, with its rules; of mappings keys and values."""
+    inner, rules = bare(without_null(hint)[0])
+    if typing.get_origin(inner) in (list, dict):
+        yield inner, rules
+        for option in typing.get_args(inner):
+            yield from _scalars(option)
+    else:
+        yield inner, rules
 
 
-def _types(hint: Any) -> tuple[Any, ...]:
-    return (hint,) if isinstance(hint, type) else getattr(hint, "__args__", ()) if type(None) in hint.__args__ else ()
+def test_every_number_text_and_collection_has_a_rule():
+    needed = {int: Range, float: Range, str: Text, list: Length, dict: Length}
+    free = ("deepspeed.extra",)  # which has limits of its own
+    for key, entry in entries().items():
+        for kind, rules in _scalars(entry.hint):
+            rule = needed.get(typing.get_origin(kind) or kind)
+            assert rule is None or key in free or any(isinstance(found, rule) for found in rules), (key, kind)
 
 
-@pytest.mark.parametrize("key", sorted(BOUNDS.keys() | set(ABOVE_ZERO) | set(BELOW_ONE)))
+NUMBERS = {
+    key: (kind, rule)
+    for key, entry in entries().items()
+    if typing.get_origin(bare(without_null(entry.hint)[0])[0]) is None
+    for kind, rules in _scalars(entry.hint)
+    for rule in rules
+    if isinstance(rule, Range)
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
 def test_values_out_of_range_are_named(key, launch_dir):
-    wrong = 0 if key in ABOVE_ZERO else 1.0 if key in BELOW_ONE else BOUNDS[key][0] - 1
-    found = problems(_config({key: wrong}), 1, launch_dir=launch_dir)
-    assert len(found) == 1 and found[0].startswith(f"{key}={wrong} must be "), found
-    if entries()[key].hint is float:
-        assert "finite" in problems(_config({key: float("nan")}), 1, launch_dir=launch_dir)[0]
+    kind, rule = NUMBERS[key]
+    for wrong in (
+        kind(rule.low) if rule.above else rule.low - 1,
+        kind(rule.high) if rule.below else rule.high * 2 + 1,
+        float("nan"),
+        2**63,
+        10**400,
+    ):
+        found = problems(_config({key: wrong}), 1, launch_dir=launch_dir)
+        assert len(found) == 1 and found[0].startswith(f"{key}={show(wrong)}") and str(rule) in found[0], found
+    assert rule.low < 2**63 and (kind is float or rule.high < 2**63), "the largest product must be finite"
 
 
 # Changes -> ranks -> what the one message must say.
@@ -86,7 +116,7 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"model.rotary_percent": 0.1}, 1, ["rotary_percent=0.1", "3 channels", "even"]),
     ({"model.rotary_percent": 1.5}, 1, ["rotary_percent=1.5", "at most 1"]),
     ({"model.transformer_impl": TransformerImpl.transformer_engine}, 1, ["transformer_engine", "auto"]),
-    ({"zero.stage": 4}, 1, ["zero.stage=4", "unknown", "0, 1, 2 or 3"]),
+    ({"zero.stage": 4}, 1, ["zero.stage=4", "at least 0 and at most 3"]),
     ({"zero.stage": 3, "moe.num_moe_experts": 8}, 1, ["zero.stage=3", "experts", "0, 1 or 2"]),
     (
         {"zero.stage": 0, "zero.offload_optimizer": True},
@@ -104,7 +134,7 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"telemetry.profile_steps": [5, 2000]}, 1, ["profile_steps=[5,2000]", "train.steps=1000"]),
     ({"telemetry.profile_steps": [0, 2]}, 1, ["profile_steps=[0,2]", "1 <= first"]),
     ({"deepspeed.extra": {"zero_optimization": 2}}, 1, ["zero_optimization=2", "mapping"]),
-    ({"run.name": "a/b"}, 1, ["run.name='a/b'", "'/'"]),
+    ({"run.name": "a/b"}, 1, ["run.name=a/b", "'/'"]),
     ({"run.dir": " "}, 1, ["run.dir=' '", "null"]),
     ({"run.resume": Resume.auto}, 1, ["run.resume=auto", "run.dir=FOLDER"]),
     ({"checkpoint.load_step": 3}, 1, ["checkpoint.load_step=3", "run.resume=auto"]),
@@ -113,7 +143,7 @@ CASES: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"data.path": "data"}, 1, ["data.path=data", "dataset.json", "tools.index"]),
     ({"model.vocab_size": 50257}, 1, ["model.vocab_size=50257", "data.path=data/laptop has 4096", "null"]),
     ({"data.domain_weights": {"fr": 1.0}}, 1, ["data.domain_weights.fr", "en, ja"]),
-    ({"data.domain_weights": {"en": -1.0}}, 1, ["data.domain_weights.en=-1.0", ">= 0"]),
+    ({"data.domain_weights": {"en": -1.0}}, 1, ["data.domain_weights.en=-1.0", "at least 0"]),
     ({"data.domain_weights": {"en": 0.0}}, 1, ["all weights are 0"]),
     ({"data.wrap": False}, 1, ["data.wrap=false", "16000", "en has 781", "data.wrap=true"]),
 ]
@@ -270,6 +300,56 @@ def test_deepspeed_keys_that_are_decided_here_are_refused(key, launch_dir):
         assert len(found) == 1 and found[0].startswith(f"deepspeed.extra.{key}") and OWNED_KEYS[key] in found[0]
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"comms_loger": {}}, "comms_loger: no setting of DeepSpeed that has a use here, did you mean comms_logger?"),
+        ({"comms_logger": {"on": True}}, "comms_logger.on: no setting of DeepSpeed"),
+        ({"comms_logger": True}, "comms_logger=true: must be a mapping like {enabled:...}"),
+        ({"comms_logger": {"enabled": 1}}, "comms_logger.enabled=1: must be true or false"),
+        ({"comms_logger": {"prof_ops": "all"}}, "comms_logger.prof_ops=all: must be a list"),
+        ({"wall_clock_breakdown": {"a": 1}}, "wall_clock_breakdown={a:1}: must be true or false"),
+        ({"zero_optimization": {"sub_group_size": -1}}, "sub_group_size=-1 must be at least 0"),
+        ({"a": {"b": {"c": 1}}}, "deepspeed.extra.a: no setting of DeepSpeed"),
+    ],
+)
+def test_settings_that_deepspeed_has_not_are_refused(extra, message, launch_dir):
+    (found,) = problems(_config({"deepspeed.extra": extra}), 1, launch_dir=launch_dir)
+    assert found.startswith("deepspeed.extra.") and message in found
+
+
+def test_deepspeed_has_the_settings_that_may_be_made():
+    """Names that the installed DeepSpeed does not read would be ignored, or end the run after its start."""
+    pytest.importorskip("recipes.engine.settings")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime import config, constants
+    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    zero = DeepSpeedZeroConfig.model_fields
+    theirs = {
+        "activation_checkpointing": vars(DeepSpeedActivationCheckpointingConfig({})),
+        "aio": get_aio_config({}),
+        "comms_logger": CommsLoggerConfig.model_fields,
+        "csv_monitor": CSVConfig.model_fields,
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "pipeline": config.get_pipeline_config({}),
+        "tensorboard": TensorBoardConfig.model_fields,
+        "zero_optimization": {field.alias or name: name for name, field in zero.items()},
+    }
+    constant = {value for value in vars(constants).values() if isinstance(value, str)}
+    for section, names in SETTINGS.items():
+        if section == "timers":
+            assert set(names["throughput"]) == set(DeepSpeedThroughputTimerConfig.model_fields)
+        else:
+            missing = set(names) - set(theirs[section]) if isinstance(names, dict) else {section} - constant
+            assert not missing, (section, missing)
+
+
 def test_all_keys_that_the_engine_sets_are_owned():
     settings = pytest.importorskip("recipes.engine.settings").deepspeed_settings(Config(), Layout(1))
     leaves = {f"{k}.{n}" for k, v in settings.items() if isinstance(v, dict) for n in v}
@@ -278,7 +358,7 @@ def test_all_keys_that_the_engine_sets_are_owned():
 
 
 def test_problems_of_all_groups_come_together(launch_dir):
-    changes = {"train.global_batch_size": 12, "model.num_query_groups": 3, "run.name": "", "data.path": "nowhere"}
+    changes = {"train.global_batch_size": 12, "model.num_query_groups": 3, "run.dir": "data", "data.path": "nowhere"}
     found = problems(_config(changes), 1, launch_dir=launch_dir)
     assert len(found) == 4
     assert all(any(key in message for message in found) for key in changes)

@@ -62,7 +62,7 @@ def ensemble_cost(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
 
 def workers_speed(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
     """Two jobs of the experiment on one domain each, one thread each. `speedup`: of two workers over one, per pair of turns."""
-    from recipes.btm.pool import Job, command, run_jobs
+    from recipes.btm.pool import Job, command, device_shares, run_jobs
     from recipes.data.dataset import load_dataset
     from tools.bench.rounds import median_and_iqr
 
@@ -85,7 +85,7 @@ def workers_speed(overrides: Sequence[str], rounds: int) -> dict[str, Any]:
                     ]
                     jobs.append(Job(domain, command(words, 1), Path(folder) / f"{domain}.log"))
                 start = time.perf_counter()
-                run_jobs(jobs, workers, 0, lambda job: None, print)
+                run_jobs(jobs, workers, 0, lambda job: None, print, shares=device_shares(1))
                 speed[workers].append(tokens / (time.perf_counter() - start))
     pairs = [two / one for one, two in zip(speed[1], speed[2], strict=True)]
     return {"tokens": tokens, "tokens_per_second": speed, "speedup": median_and_iqr(pairs), "each": pairs}

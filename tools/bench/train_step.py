@@ -110,7 +110,7 @@ def real_step(config: Config, folder: Path) -> tuple[Callable[[], object], Any]:
     if not torch.distributed.is_initialized():
         start_process(config, Ranks())
     job = Job(config, Ranks())
-    job.stop.restore()
+    job.stop.close()
     steps = iter(range(1, config.train.steps))
     return lambda: train_one(job, next(steps)), job
 

@@ -42,6 +42,7 @@ _COLUMNS = {
     "sgd_err": "SGD",
     "adamw_err": "AdamW",
     "replica_err": "replicas",
+    "checkpoint_err": "checkpoint",
     "route_flips": "flips",
 }
 
@@ -183,7 +184,12 @@ def _columns(precision: Precision) -> dict[str, str]:
     if precision is Precision.fp32:
         return {name: f"{_COLUMNS[name]}\n{f'<= {bound:.0e}' if bound else '0'}" for name, bound in BOUNDS.items()}
     limits = dict.fromkeys(_COLUMNS, f"<= {WORST_FACTOR} x alone")
-    limits |= {"grad_median": f"<= {MEDIAN_FACTOR} x alone", "replica_err": "0", "route_flips": ""}
+    limits |= {
+        "grad_median": f"<= {MEDIAN_FACTOR} x alone",
+        "replica_err": "0",
+        "checkpoint_err": "0",
+        "route_flips": "",
+    }
     return {name: f"{header}\n{limits[name]}" for name, header in _COLUMNS.items()}
 
 

@@ -6,6 +6,7 @@ nothing but the rounding of its terms, and no other order of the same sums agree
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNIT = 2**-23  # distance from 1 to the next fp32 number
 # Results are changed by up to this, relative: large beside what rounding does by itself, small enough for effects to be linear.
 AMPLITUDE = 16 * UNIT
-# In a network of a few layers all results off by UNIT move a well-conditioned gradient by 2 to 10 UNIT of its norm.
-_USUAL = 8
+_SENSITIVE = 2  # times as sensitive as the median tensor: no more than the others of its kind
 # Operators that move or set numbers and compute none; those whose results are views are known by their schema.
 _EXACT = {
     "clone", "copy_", "_to_copy", "cat", "stack", "index", "index_select", "gather", "embedding", "constant_pad_nd", "zero_",
@@ -53,11 +53,13 @@ class RandomRounding(TorchDispatchMode):
 def term_norms(
     compute: Callable[[RandomRounding], Mapping[str, np.ndarray]], plain: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """For each tensor of `plain` the norm that a well-conditioned tensor of the same rounding has.
+    """For each tensor of `plain` the norm that would make its rounding an ordinary one.
 
-    It is about the tensor's own norm, or less, unless the sums behind it cancel. `compute` gives the tensors again, with the
-    rounding that it is handed.
+    Ordinary is up to twice what the median tensor has, relative to its norm. The result is below the tensor's own norm unless the
+    sums behind it cancel. `compute` gives the tensors again, with the rounding that it is handed.
     """
     again = compute(RandomRounding())
-    errors = {name: np.linalg.norm(again[name].astype(np.float64) - tensor) for name, tensor in plain.items()}
-    return {name: float(error) / (_USUAL * AMPLITUDE) for name, error in errors.items()}
+    errors = {name: float(np.linalg.norm(again[name].astype(np.float64) - tensor)) for name, tensor in plain.items()}
+    norms = {name: float(np.linalg.norm(tensor)) for name, tensor in plain.items()}
+    median = statistics.median([errors[name] / norm for name, norm in norms.items() if norm] or [0.0])
+    return {name: error / (_SENSITIVE * median) for name, error in errors.items()} if median else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.btm.pool import Job, command, run_jobs
+from recipes.btm.pool import Job, command, device_shares, run_jobs
 
 
 @pytest.fixture
@@ -90,3 +90,46 @@ def test_several_ranks_are_started_by_torchrun():
     words = command(["a=1"], 4, port=1234)
     assert words[1:3] == ["-m", "torch.distributed.run"] and words[-3:] == ["-m", "recipes.pretrain", "a=1"]
     assert words[3:5] == ["--nproc_per_node", "4"] and "1234" in words
+
+
+@pytest.mark.parametrize(
+    ("visible", "there", "ranks", "expected"),
+    [
+        (None, 0, 4, []),
+        (None, 4, 1, ["0", "1", "2", "3"]),
+        (None, 5, 2, ["0,1", "2,3"]),
+        ("6,4,2", 3, 1, ["6", "4", "2"]),
+        ("GPU-8f3e,GPU-11aa", 2, 2, ["GPU-8f3e,GPU-11aa"]),
+        ("0,1,9", 2, 1, ["0", "1"]),  # CUDA stops at the first that is not there
+        ("", 0, 1, []),
+    ],
+)
+def test_devices_are_divided(monkeypatch, visible, there, ranks, expected):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_shares(ranks) == expected
+
+
+def test_too_few_devices_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"btm\.ranks_per_branch=4, but 2 CUDA devices are visible here .*use 1 to 2"):
+        device_shares(4)
+
+
+def test_jobs_at_once_see_different_devices(tmp_path, ended):
+    """Each waits until all of its fellows have started, so that none has another one's share after it."""
+    code = "import os, pathlib, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    code += "limit = time.monotonic() + 20\n"
+    code += f"while len(list(pathlib.Path({str(tmp_path)!r}).glob('?.log'))) < 3 and time.monotonic() < limit: time.sleep(0.1)"
+    jobs = [job(tmp_path, name, code) for name in "abc"]
+    run_jobs(jobs, 3, 0, lambda job: ended.append(job.name), print, shares=["4", "7"])
+    seen = [(tmp_path / f"{name}.log").read_text().strip() for name in "abc"]
+    assert sorted(seen) == ["4", "4", "7"] and seen[0] != seen[1]
+
+
+def test_without_devices_jobs_see_what_this_process_sees(tmp_path, ended, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    run([job(tmp_path, "a", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")], ended)
+    assert (tmp_path / "a.log").read_text() == "3\n"

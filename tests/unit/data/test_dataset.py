@@ -94,6 +94,8 @@ def test_missing_and_cut_files_are_named(folder):
         (lambda m: m.update(domains=[1]), "damaged"),
         (lambda m: m["domains"]["en"]["splits"].pop("valid"), "damaged"),
         (lambda m: m["domains"]["en"]["splits"]["train"].update(tokens="many"), "damaged"),
+        (lambda m: m["domains"]["en"]["splits"]["train"]["content"].update(bin="none"), "damaged"),
+        (lambda m: m["domains"]["en"]["splits"]["train"].update(content=7), "damaged"),
         (lambda m: m.update(format_version=99), "format version 99"),
     ],
 )

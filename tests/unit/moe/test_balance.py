@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.moe.balance import AddLoss, balance_part, bias_change, coefficient, sequence_balance_part, z_part
-from recipes.moe.router import top_k
+from recipes.config import MoeConfig, ScoreFunction
+from recipes.moe.balance import AddLoss, balance_part, coefficient, moved_biases, sequence_balance_part, z_part
+from recipes.moe.router import choice, top_k
 from tests.unit.moe import oracle
 
 
@@ -125,13 +126,46 @@ def test_the_added_loss_changes_gradients_only():
     torch.testing.assert_close(x.grad, 0.5 * 3 + 4 * 2 * x.detach())
 
 
-def test_biases_move_towards_the_mean_by_the_rate():
-    """Loads 6 2 0 0 of mean 2; 1 1 2 of mean 4 / 3; all equal."""
-    change = bias_change(torch.tensor([[6, 2, 0, 0]]), 1e-3)
-    assert change.dtype == torch.float32 and change.tolist() == torch.tensor([[-1e-3, 0.0, 1e-3, 1e-3]]).tolist()
-    assert bias_change(torch.tensor([[1, 1, 2]]), 1.0).tolist() == [[1, 1, -1]]
-    assert not bias_change(torch.full((2, 7), 2**40), 1.0).any()
-    assert bias_change(torch.tensor([[2**40 + 1, 2**40]]), 1.0).tolist() == [[-1, 1]]  # floats would call them equal
+def test_biases_move_towards_the_mean_by_the_rate_and_around_zero():
+    """Loads 6 2 0 0 of mean 2; 1 1 2 of mean 4 / 3; all equal; two that floats would call equal."""
+
+    def moved(*counts: int, start: float = 0.0) -> list[float]:
+        return moved_biases(torch.full((len(counts),), start, dtype=torch.float64), torch.tensor(counts), 0.25).tolist()
+
+    assert moved(6, 2, 0, 0) == moved(6, 2, 0, 0, start=0.5) == [-0.3125, -0.0625, 0.1875, 0.1875]
+    assert moved(1, 1, 2) == pytest.approx([0.5 / 3, 0.5 / 3, -1 / 3])
+    assert moved(*[2**40] * 7) == [0.0] * 7
+    assert moved(2**40 + 1, 2**40) == [-0.25, 0.25]
+
+
+def test_biases_of_a_hundred_thousand_steps_choose_as_those_that_drift():
+    """One of eight experts has too much in each step, so that seven biases rise; 4 experts of 2 of 4 groups are chosen.
+
+    Scores lie on a grid as fine as the rate, each expert's and each pair's apart from all others, so that no two of what is
+    compared are within rounding of each other.
+    """
+    steps, experts, rate = 100_000, 8, 1e-3
+    generator = torch.Generator().manual_seed(1)
+    in_turn = torch.rand((steps // experts, experts), generator=generator).argsort(1).reshape(-1)
+    in_turn[:300] = 5
+    counts_SE = 1 + 8 * torch.nn.functional.one_hot(in_turn, experts)
+    oracle_SE = rate * torch.sign(counts_SE.sum(1, keepdim=True) - experts * counts_SE).cumsum(0).double()
+    bias_E, found = torch.zeros(experts, dtype=torch.float64), []
+    for counts_E in counts_SE:
+        bias_E = moved_biases(bias_E, counts_E, rate)
+        found.append(bias_E)
+    bias_SE = torch.stack(found)
+    assert bias_SE.mean(1).abs().max() < 1e-9 and bias_SE.abs().max() < 1 and oracle_SE[-1].mean() == pytest.approx(75)
+    scores_SE = rate * torch.randint(0, 800, (steps, experts), generator=generator) + rate / 32 * torch.arange(experts)
+    ours_SK = top_k(choice_of(scores_SE, bias_SE), 4, 4, 2).sort(1).values
+    assert torch.equal(ours_SK, top_k(scores_SE + oracle_SE, 4, 4, 2).sort(1).values)
+    assert not torch.equal(ours_SK, top_k(choice_of(scores_SE, torch.zeros_like(bias_SE)), 4, 4, 2).sort(1).values)
+
+
+def choice_of(scores_SE: torch.Tensor, bias_SE: torch.Tensor) -> torch.Tensor:
+    """As the router adds them: in fp32."""
+    moe = MoeConfig(moe_router_score_function=ScoreFunction.sigmoid, moe_router_enable_expert_bias=True)
+    return choice(scores_SE.float(), scores_SE.float(), moe, bias_SE.float())
 
 
 @pytest.mark.parametrize(

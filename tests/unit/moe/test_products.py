@@ -245,7 +245,7 @@ def test_only_the_first_rank_warns(fresh, monkeypatch):
         assert products.kernel() is None
 
 
-def test_a_broken_library_in_the_cache_is_named(fresh, monkeypatch):
+def test_a_broken_library_is_named(fresh, monkeypatch):
     garbage = b"\x7fELF" + random.Random(0).randbytes(60)
     monkeypatch.setattr(products, "compile_to", lambda library, flags: library.write_bytes(garbage))
     (fresh / "sparse-pretraining-recipes").mkdir()

@@ -217,7 +217,7 @@ class TestCommand:
         assert f"{len(report['rows'])} of {len(report['rows'])} layouts err as one process in bf16 does" in output.out
         assert (
             "<= 4 x alone" in output.out
-            and "<= 2 x alone" in output.out
+            and "<= 2.5 x alone" in output.out
             and "train.precision  fp32 -> bf16" in output.err
         )
 

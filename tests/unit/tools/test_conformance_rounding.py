@@ -10,7 +10,7 @@ from tests.distributed.test_gradients import worst
 from tests.distributed.workers import numpy, plain_gradients
 from tests.ranks import forked
 from tests.tiny import tiny_config, tiny_moe_config
-from tools.conformance.rounding import UNIT, RandomRounding, term_norms
+from tools.conformance.rounding import AMPLITUDE, UNIT, RandomRounding, term_norms
 
 BOUND = 1e-5
 ONE_TOKEN = {"model__seq_length": 1, "train__global_batch_size": 1, "train__micro_batch_size": 1}
@@ -26,14 +26,13 @@ def test_a_sum_that_cancels_has_the_norm_of_its_terms():
     def compute(rounding: RandomRounding | None = None) -> dict[str, np.ndarray]:
         with rounding or torch.no_grad():
             parts = x * 1.0
-            return {
-                "cancels": (parts.sum() * torch.ones(64)).numpy(),
-                "adds": (parts.abs().sum() * torch.ones(64)).numpy(),
-            }
+            sums = {"cancels": parts.sum(), "adds": parts.abs().sum(), "squares": parts.square().sum()}
+            return {name: (value * torch.ones(64)).numpy() for name, value in sums.items()}
 
     terms = term_norms(compute, compute())
-    assert 8 * terms["cancels"] > 20 * np.linalg.norm(compute()["cancels"])
-    assert terms["adds"] < np.linalg.norm(compute()["adds"])
+    norms = {name: np.linalg.norm(tensor) for name, tensor in compute().items()}
+    assert terms["cancels"] > 100 * norms["cancels"]
+    assert terms["adds"] < norms["adds"] and terms["squares"] < norms["squares"]
 
 
 def test_numbers_that_are_only_moved_stay_as_they_are():
@@ -51,15 +50,12 @@ def test_gradients_of_one_key_are_judged_by_their_terms():
     grads = plain_gradients(config, False)[2]
     terms = terms_of(config, grads)
     noise = {name: tensor.clone() for name, tensor in grads.items()}
-    generator = torch.Generator().manual_seed(3)
-    for name in noise:
+    for name, rounded in plain_gradients(config, False, RandomRounding(seed=1))[2].items():
         if ".attention.q." in name or ".attention.k." in name:
-            assert grads[name].norm() < 1e-6 * terms[name]
-            # What one processor was seen to make of it: three units in the last place of a term.
-            change = torch.randn(noise[name].shape, generator=generator)
-            noise[name] = 3 * UNIT * 8 * terms[name] * change / change.norm()
+            assert grads[name].norm() < 1e-5 * terms[name]
+            noise[name] = 3 * UNIT / AMPLITUDE * rounded  # as much as one kind of processors was seen to make of it
     assert worst(noise, grads)[0] > BOUND
-    assert worst(noise, grads, terms)[0] < BOUND / 2
+    assert worst(noise, grads, terms)[0] < BOUND
     for name in grads:  # and everything else is judged as before
         if not grads[name].any():  # an expert without tokens: not even rounding
             assert terms[name] == 0 or ".attention." in name
@@ -74,5 +70,4 @@ def test_where_nothing_cancels_no_bound_is_wider(experts):
     config = tiny_moe_config() if experts else tiny_config()
     grads = plain_gradients(config, False)[2]
     terms = terms_of(config, grads)
-    assert all(terms[name] < 1.5 * tensor.norm() for name, tensor in grads.items())
-    assert max(terms[name] / float(tensor.norm()) for name, tensor in grads.items()) > 0.2
+    assert all(terms[name] < tensor.norm() for name, tensor in grads.items())

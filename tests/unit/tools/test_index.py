@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import random
 
@@ -192,3 +193,14 @@ def test_a_tokenizer_without_end_of_document_is_refused(tmp_path, capsys):
 def test_illegal_splits_are_named(text):
     with pytest.raises(ValueError, match=r"--split .*: give three numbers"):
         parse_split(text)
+
+
+def test_dataset_json_holds_the_digest_of_each_file(run, tmp_path):
+    assert run({"a": ["the end", "words"], "b": [""]}, "--split", "8,1,1") == 0
+    info = load_dataset(tmp_path / "out")
+    for domain, splits in info.domains.items():
+        for split, size in splits.items():
+            files = {suffix: tmp_path / "out" / f"{domain}_{split}.{suffix}" for suffix in ("bin", "idx")}
+            assert size.content == {
+                suffix: hashlib.sha256(file.read_bytes()).hexdigest() for suffix, file in files.items()
+            }
