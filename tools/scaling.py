@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from recipes.files import replace_bytes
     from recipes.telemetry.summary import write_json
     from tools.arms import described, shared_overrides, train
     from tools.report import figures
@@ -150,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> None:
     png = figures.render(
         lambda: figures.scaling(losses, "experts per layer with experts (1: dense)", "held-out nll (nats per token)")
     )
-    (arguments.out / "scaling.png").write_bytes(png)
+    replace_bytes(arguments.out / "scaling.png", png)
     Console().print(table(results["points"]))
     console.print(f"results {path}, figure {arguments.out / 'scaling.png'}")
 
