@@ -301,9 +301,11 @@ class MoeConfig:
     moe_router_gumbel_scale: Factor = 0.0  # training: Gumbel noise added to logits for the choice, as a multiple
     moe_router_lr_scale: Factor = 1.0  # learning rate of routers, as a multiple of the dense weights'
     moe_expert_lr_scale: Factor | None = 1.0  # that of experts; null: sqrt(topk / experts of their layer)
-    moe_aux_loss_coeff: Factor = 1e-2  # weight of each layer's load-balancing loss
+    moe_aux_loss_coeff: Factor = (
+        1e-2  # weight of each layer's E sum f P, f of sum 1; Hugging Face's x topk / number of such layers
+    )
     aux_loss_scope: AuxLossScope = AuxLossScope.micro_batch
-    moe_z_loss_coeff: Factor = 0.0  # weight of each layer's router z-loss
+    moe_z_loss_coeff: Factor = 0.0  # weight of each layer's router z-loss, a mean over tokens; layers add up
     moe_loss_coeff_ramp: Annotated[list[CountOrNone], Length(2)] | None = (
         None  # [first, last] step between which these weights move; null: they stay
     )
@@ -366,8 +368,8 @@ class DataConfig:
     domain_weights: ByName[Factor] = field(default_factory=dict)  # share of samples; {}: in proportion to tokens
     wrap: bool = True  # start again when a domain is used up; false: refuse to start with too few samples
     reset_position_ids: bool = False  # positions start at 0 after each end-of-document token
-    reset_attention_mask: bool = False  # tokens attend within their own document only
-    eod_mask_loss: bool = False  # the prediction made at an end-of-document token does not count
+    reset_attention_mask: bool = False  # tokens attend, and are routed by chance, within their document only
+    eod_mask_loss: bool = False  # the prediction made at an end-of-document token does not count; routers count it
 
 
 @dataclass
@@ -462,7 +464,7 @@ class BtmConfig:
     cluster_route_every: Count = 32  # tokens between routing decisions
     mix_topk: Annotated[int, Range(1, 4096)] = 2  # experts per token of the mix
     mix_seed_expert: bool = False  # the seed's feed-forward weights are one more expert
-    mix_aux_loss_coeff: Factor = 1e-2  # weight of its load-balancing loss
+    mix_aux_loss_coeff: Factor = 1e-2  # as moe.moe_aux_loss_coeff, of it
     mix_router_lr_scale: Factor = 1.0  # learning rate of its routers, as a multiple of all others'
     mix_expert_lr_scale: Factor | None = 1.0  # that of its experts; null: sqrt(topk / experts)
     mix_layer_freq: Layers = 1  # experts in the last of every so many layers; all else is averaged

@@ -23,6 +23,7 @@ from recipes.launcher import Ranks, launch_note, rank_environment, split_argumen
 from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, watch  # noqa: E402
 from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
+from recipes.validation.notes import notes  # noqa: E402
 
 CONFIG_DIR = ROOT / "hydra_conf"
 
@@ -145,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found:
             raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
         config = prepare(config, world_size, launch_dir=Path.cwd())
+        for note in notes(config) if ranks.rank == 0 else []:
+            print(f"note: {note}", file=sys.stderr)
         if arguments.dry_run:
             if ranks.rank == 0:
                 _show_plan(config, world_size, _cluster(ranks), arguments.json)

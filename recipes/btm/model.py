@@ -78,7 +78,9 @@ class Ensemble(nn.Module):
         real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The negative log likelihood per sequence, fp32 [B], as of a single model."""
-        known_EBS = torch.stack([-_losses(e, labels_BS, tokens_BS, positions_BS, documents, real_B) for e in self.experts])
+        known_EBS = torch.stack(
+            [-_losses(e, labels_BS, tokens_BS, positions_BS, documents, real_B) for e in self.experts]
+        )
         losses_BS = -mixture(known_EBS, self.weighing.log_weights(known_EBS))
         losses_B = (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
         return losses_B if real_B is None else losses_B.where(real_B, 0.0)

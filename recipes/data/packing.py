@@ -70,4 +70,3 @@ def pack(
         document_ids_BS=np.cumsum(begins_BS, axis=1),
         loss_mask_BS=counts_BS.astype(np.float32),
     )
-

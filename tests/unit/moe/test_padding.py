@@ -41,9 +41,7 @@ def test_what_experts_are_counted_to_get_is_data(router):
 
     config = config_of(router)
     model = GPT(config).eval()
-    nine, eight, ninth = (
-        _count(model, samples(config, *part), EOD) for part in ((0, 9, 8), (0, 8, 8), (8, 1, 1))
-    )
+    nine, eight, ninth = (_count(model, samples(config, *part), EOD) for part in ((0, 9, 8), (0, 8, 8), (8, 1, 1)))
     assert nine.tolist() == (eight + ninth).tolist() and nine.any()
 
 
