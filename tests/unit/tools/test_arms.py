@@ -59,7 +59,10 @@ def test_a_stopped_comparison_leaves_no_process(tmp_path, rank, number):
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("code", "summary", "expected"), [(3, "", 3), (3, "{}", 3), (0, "", 1), (0, "{}", None), (0, '{"complete": false}', 1)])
+@pytest.mark.parametrize(
+    ("code", "summary", "expected"),
+    [(3, "", 3), (3, "{}", 3), (0, "", 1), (0, "{}", None), (0, '{"complete": false}', 1)],
+)
 def test_a_failing_run_fails_the_comparison(tmp_path, monkeypatch, capsys, code, summary, expected):
     monkeypatch.setattr(arms, "command", lambda arm: [sys.executable, "-c", f"raise SystemExit({code})"])
     if summary:
