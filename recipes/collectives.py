@@ -125,7 +125,7 @@ def _is_apart() -> bool:
     return getattr(_apart, "groups", None) is not None
 
 
-def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo:
+def _own(group: dist.ProcessGroup | None) -> Any:  # ProcessGroupGloo, whose collectives torch does not declare
     """This thread's group of the same ranks. torch would name a new group by how many there are, which ranks differ in."""
     members = tuple(dist.get_process_group_ranks(group))
     if members not in _apart.groups:
@@ -142,7 +142,7 @@ def _all_reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pr
         dist.all_reduce(value, op=op, group=group)
         return value
     options = dist.AllreduceOptions()
-    options.reduceOp = op
+    options.reduceOp = op  # type: ignore[assignment]
     _own(group).allreduce([value], options).wait()
     return value
 

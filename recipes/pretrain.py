@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(one_message(found))
         config = prepare(config, world_size, launch_dir=Path.cwd())
         for note in notes(config) if ranks.rank == 0 else []:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
         if arguments.dry_run:
             if ranks.rank == 0:
                 _show_plan(config, world_size, _cluster(ranks), arguments.json)
@@ -147,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error, os.environ)
     except Signalled as stopped:
         end_by(stopped)
-    if note := launch_note(os.environ, ranks):
-        print(f"note: {note}", file=sys.stderr)
+    if launched := launch_note(os.environ, ranks):
+        tell(f"note: {launched}")
     for note in wandb_notes if ranks.rank == 0 else ():
         tell(f"note: {note}")
     if arguments.ignored and ranks.rank == 0:
