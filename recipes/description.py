@@ -13,11 +13,14 @@ import enum
 import functools
 import itertools
 import math
+import re
 import typing
 from typing import Any, TypeVar
 
+import yaml
+
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, to_plain
 from recipes.rules import Length, Range, Text
 
 Record = TypeVar("Record")
@@ -25,14 +28,14 @@ MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
 MAX_SHOWN = 20  # problems in one message
 MAX_DEPTH, MAX_ITEMS = 16, 10_000  # of values that have no type of their own (`deepspeed.extra`)
 # Keys that descriptions written before them lack; their default is what was done then.
-LATER = frozenset({"checkpoint.save_interval_minutes"})
+LATER = frozenset({"run.resume_with", "checkpoint.load", "checkpoint.save_interval_minutes"})
 
 
 def check_description(plain: Any, *, complete: bool = True) -> Config:
     """The description that `plain` (nested dicts, as `config.to_plain` makes them) holds.
 
-    `complete`: every key must be there; else those left out have their defaults. Raises ValueError with one message that names
-    every key that is unknown, missing, of another type or out of range.
+    `complete`: every key must be there, and those of earlier versions may be; else those left out have their defaults. Raises
+    ValueError with one message that names every key that is unknown, missing, of another type or out of range.
     """
     config, found = read_description(plain, complete=complete)
     if found:
@@ -59,6 +62,29 @@ def read_record(kind: type[Record], plain: Any) -> Record:
     if reader.found:
         raise ValueError(one_message(reader.found))
     return record
+
+
+def to_yaml(config: Config) -> str:
+    """The description as YAML, from which every reader gets text back where there was text.
+
+    YAML 1.2, and OmegaConf, take `1e5` for a number where YAML 1.1 does not: it is written in quotes, too.
+    """
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0o[0-7]+|[-+]?\.?(inf|nan)", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{_NUMBER.pattern})$", re.IGNORECASE), None)
+
+
+def read_value(hint: Any, value: Any, key: str) -> list[str]:
+    """The problems of a single value of type `hint`."""
+    reader = _Reader(complete=True)
+    reader.value(hint, value, key)
+    return reader.found
 
 
 def one_message(problems: list[str]) -> str:
@@ -89,7 +115,9 @@ class _Reader:
             )
             return kind()
         hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
-        for name in itertools.islice((name for name in value if name not in hints), MAX_SHOWN):
+        earlier = schema.REMOVED if self.complete else {}
+        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in earlier)
+        for name in itertools.islice(unknown, MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():
             full = f"{prefix}{name}"

@@ -40,7 +40,7 @@ FLOORS = [
     {"tests"},
 ]
 HYDRA = {"recipes/pretrain.py", "recipes/btm/__main__.py"}
-DEEPSPEED = ("recipes/engine/", "recipes/moe/", "recipes/groups.py", "patches/", "tools/bench/moe_peers.py")
+DEEPSPEED = ("recipes/engine/", "recipes/moe/layer.py", "recipes/groups.py", "patches/", "tools/bench/moe_peers.py")
 
 
 def floor(module: str) -> int | None:
