@@ -152,6 +152,7 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
+@functools.cache
 def without_null(hint: Any) -> tuple[Any, bool]:
     """The type of a value that is not null, and whether null is legal. The schemas only have unions with null."""
     if not _is_union(bare(hint)[0]):

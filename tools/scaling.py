@@ -57,8 +57,10 @@ def complete(folder: Path, config: Config) -> bool:
                 raise ValueError(
                     f"{folder}: was run with {group}.{key}={other}, not {value}; choose another --runs FOLDER"
                 )
-    summary = folder / "summary.json"
-    return summary.exists() and read_run(folder).summary.get("steps") == config.train.steps
+    if not (folder / "summary.json").exists():
+        return False
+    summary = read_run(folder).summary
+    return summary.get("steps") == config.train.steps and bool(summary.get("complete", True))
 
 
 def points(runs: Sequence[Run]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from recipes.pretrain import compose
 from recipes.run_folder import RunFolder
 from recipes.telemetry.wandb_variables import kept_back
 from recipes.validation import prepare, problems
+from recipes.validation.notes import notes
 
 if TYPE_CHECKING:
     from recipes.data.dataset import DatasetInfo
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = config.btm.ranks_per_branch
         if found := problems(config, ranks, launch_dir=Path.cwd(), dry_run=given.dry_run):
             raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+        for note in notes(config):
+            print(f"note: {note}", file=sys.stderr)
         if given.dry_run:
             _show_plan(config, given.json)
             return 0

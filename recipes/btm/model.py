@@ -21,6 +21,7 @@ from recipes.btm.ensemble import expert_log_weights, mixture
 from recipes.checkpoint import model as single
 from recipes.checkpoint.format import Checkpoint
 from recipes.config import Config, PosteriorForm
+from recipes.data.packing import Documents
 from recipes.description import one_message, read_value
 from recipes.files import own_folder, parse_json
 from recipes.model.gpt import GPT
@@ -57,10 +58,11 @@ class Ensemble(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Log-probabilities of the ensemble: fp32 [S, B, V]."""
-        answers_ESBV = torch.stack([_log_probs(e, tokens_BS, positions_BS, attention_mask) for e in self.experts])
+        answers_ESBV = torch.stack([_log_probs(e, tokens_BS, positions_BS, documents, real_B) for e in self.experts])
         # The last position has no label here, and its own is never part of its evidence.
         labels_SB1 = torch.cat((tokens_BS[:, 1:], tokens_BS[:, :1]), dim=1).T[..., None]
         known_EBS = torch.stack([a_SBV.gather(-1, labels_SB1)[..., 0].T for a_SBV in answers_ESBV])
@@ -73,20 +75,24 @@ class Ensemble(nn.Module):
         labels_BS: torch.Tensor,
         loss_mask_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The negative log likelihood per sequence, fp32 [B], as of a single model."""
-        known_EBS = torch.stack([-_losses(e, tokens_BS, labels_BS, positions_BS, attention_mask) for e in self.experts])
+        known_EBS = torch.stack(
+            [-_losses(e, labels_BS, tokens_BS, positions_BS, documents, real_B) for e in self.experts]
+        )
         losses_BS = -mixture(known_EBS, self.weighing.log_weights(known_EBS))
-        return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
+        losses_B = (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
+        return losses_B if real_B is None else losses_B.where(real_B, 0.0)
 
 
-def _log_probs(model: Any, tokens_BS, positions_BS, attention_mask) -> torch.Tensor:
-    return model.logits(tokens_BS, positions_BS, attention_mask).float().log_softmax(-1)
+def _log_probs(model: Any, *inputs: Any) -> torch.Tensor:
+    return model.logits(*inputs).float().log_softmax(-1)
 
 
-def _losses(model: Any, tokens_BS, labels_BS, positions_BS, attention_mask) -> torch.Tensor:
-    return losses_of_logits(model.logits(tokens_BS, positions_BS, attention_mask), labels_BS).double()
+def _losses(model: Any, labels_BS: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    return losses_of_logits(model.logits(*inputs), labels_BS).double()
 
 
 def write_ensemble(folder: Path, branches: dict[str, Path], weighing: Weighing) -> None:

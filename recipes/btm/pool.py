@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from recipes.files import open_append, own_folder
+from recipes.process import STARTER, identity
 from recipes.telemetry.wandb_variables import for_own_run
 
 _BAD_INPUT = 2  # exit code of a mistake in the description, which another attempt cannot mend
@@ -54,7 +55,7 @@ class Job:
         with open_append(self.log) as log:
             self.process = subprocess.Popen(
                 self.command,
-                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads)},
+                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads), STARTER: identity(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -26,10 +26,11 @@ from recipes.btm.stages import Artefact, digest_files
 from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
+from recipes.data.packing import Documents
 from recipes.files import replace_bytes
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
-from recipes.train.batch import model_inputs
+from recipes.train.batch import logit_inputs, model_inputs
 
 if TYPE_CHECKING:
     from recipes.btm.pipeline import Pipeline
@@ -42,7 +43,8 @@ class LanguageModel(Protocol):
         self,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -86,7 +88,7 @@ def token_log_probs(
     found = []
     for begin in range(0, len(tokens_NS1), batch_size):
         inputs = model_inputs(tokens_NS1[begin : begin + batch_size], eod, data, collectives.device())
-        logits_SBV = model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
+        logits_SBV = model.logits(**logit_inputs(inputs))
         found.append(-losses_of_logits(logits_SBV, inputs["labels_BS"]).double().cpu())
         on_batch()
     return torch.cat(found)

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from recipes.config import Config, to_plain
-from recipes.description import MAX_DEPTH, check_description, to_yaml
+from recipes.description import LATER, MAX_DEPTH, check_description, to_yaml
 from recipes.schema import entries
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_description_is_refused(plain):
         check_description(plain)
 
 
-@pytest.mark.parametrize("key", entries())
+@pytest.mark.parametrize("key", sorted(entries().keys() - LATER))
 def test_every_key_must_be_there(key):
     plain = copy.deepcopy(to_plain(Config()))
     group, name = key.split(".")
