@@ -4,7 +4,8 @@ The type of a field also says what another value means on resume (`recipes/field
 
 Hydra composes YAML groups and command-line overrides into these schemas (`recipes/pretrain.py`); `recipes/validation`
 then checks the fields against each other. Nothing here imports torch, so that a mistake is answered at once.
-Where megatron-core or DeepSpeed have a name for something, it is used.
+Where the configurations of megatron-core and DeepSpeed have a field for something, it has its name; tests/unit/test_names.py lists
+the others.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class TrainConfig:
 
 @dataclass
 class ModelConfig:
-    """A decoder-only Transformer, in megatron-core's field names."""
+    """A decoder-only Transformer. Names are those of megatron-core's TransformerConfig, for what it has (17 of 24)."""
 
     num_layers: Identity[Layers] = 4  # Transformer blocks
     hidden_size: Identity[Width] = 128  # width of the residual stream
@@ -139,7 +140,7 @@ class ModelConfig:
 
 @dataclass
 class MoeConfig:
-    """Experts in place of feed-forward blocks, in megatron-core's field names."""
+    """Experts in place of feed-forward blocks. Names are megatron-core's for what it has (18 of 37), and ours in its style."""
 
     num_moe_experts: Identity[Experts | None] = (
         None  # of each MoE layer, over all ranks; this and the next null: a dense model
@@ -192,9 +193,11 @@ class MoeConfig:
     )
     moe_router_lr_scale: Identity[Factor] = 1.0  # learning rate of routers, as a multiple of the dense weights'
     moe_expert_lr_scale: Identity[Factor | None] = 1.0  # that of experts; null: sqrt(topk / experts of their layer)
-    moe_aux_loss_coeff: Identity[Factor] = 1e-2  # weight of each layer's load-balancing loss
+    moe_aux_loss_coeff: Identity[Factor] = (
+        1e-2  # weight of each layer's E sum f P, f of sum 1; Hugging Face's x topk / number of such layers
+    )
     aux_loss_scope: Identity[AuxLossScope] = AuxLossScope.micro_batch
-    moe_z_loss_coeff: Identity[Factor] = 0.0  # weight of each layer's router z-loss
+    moe_z_loss_coeff: Identity[Factor] = 0.0  # weight of each layer's router z-loss, a mean over tokens; layers add up
     moe_loss_coeff_ramp: Identity[Annotated[list[CountOrNone], Length(2)] | None] = (
         None  # [first, last] step between which these weights move; null: they stay
     )
@@ -267,8 +270,10 @@ class DataConfig:
     )  # share of samples; {}: in proportion to tokens
     wrap: Said[bool] = True  # start again when a domain is used up; false: refuse to start with too few samples
     reset_position_ids: Identity[bool] = False  # positions start at 0 after each end-of-document token
-    reset_attention_mask: Identity[bool] = False  # tokens attend within their own document only
-    eod_mask_loss: Identity[bool] = False  # the prediction made at an end-of-document token does not count
+    reset_attention_mask: Identity[bool] = False  # tokens attend, and are routed by chance, within their document only
+    eod_mask_loss: Identity[bool] = (
+        False  # the prediction made at an end-of-document token does not count; routers count it
+    )
 
 
 @dataclass
@@ -373,7 +378,7 @@ class BtmConfig:
     cluster_route_every: Free[Count] = 32  # tokens between routing decisions
     mix_topk: Free[Annotated[int, Range(1, 4096)]] = 2  # experts per token of the mix
     mix_seed_expert: Free[bool] = False  # the seed's feed-forward weights are one more expert
-    mix_aux_loss_coeff: Free[Factor] = 1e-2  # weight of its load-balancing loss
+    mix_aux_loss_coeff: Free[Factor] = 1e-2  # as moe.moe_aux_loss_coeff, of it
     mix_router_lr_scale: Free[Factor] = 1.0  # learning rate of its routers, as a multiple of all others'
     mix_expert_lr_scale: Free[Factor | None] = 1.0  # that of its experts; null: sqrt(topk / experts)
     mix_layer_freq: Free[Layers] = 1  # experts in the last of every so many layers; all else is averaged

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
+import re
 import typing
 from typing import Any, TypeVar
 
+import yaml
+
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, to_plain
 from recipes.rules import Length, Range, Text
 
 Record = TypeVar("Record")
@@ -60,12 +64,41 @@ def read_record(kind: type[Record], plain: Any) -> Record:
     return record
 
 
+def to_yaml(config: Config) -> str:
+    """The description as YAML, from which every reader gets text back where there was text.
+
+    YAML 1.2, and OmegaConf, take `1e5` for a number where YAML 1.1 does not: it is written in quotes, too.
+    """
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0o[0-7]+|[-+]?\.?(inf|nan)", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{_NUMBER.pattern})$", re.IGNORECASE), None)
+
+
+def read_value(hint: Any, value: Any, key: str) -> list[str]:
+    """The problems of a single value of type `hint`."""
+    reader = _Reader(complete=True)
+    reader.value(hint, value, key)
+    return reader.found
+
+
 def one_message(problems: list[str]) -> str:
     """All problems as the text of one error."""
     more = [f"and {len(problems) - MAX_SHOWN} more"] * (len(problems) > MAX_SHOWN)
     if len(problems) == 1:
         return problems[0]
     return "\n  - ".join([f"{len(problems)} problems", *problems[:MAX_SHOWN], *more])
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of the fields of a dataclass, with their rules."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 class _Reader:
@@ -81,7 +114,7 @@ class _Reader:
                 f"{key or 'description'}={schema.show(value)}: is a group of settings, not a value; {ways_out}"
             )
             return kind()
-        hints, prefix, read = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else "", {}
+        hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
         earlier = schema.REMOVED if self.complete else {}
         unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in earlier)
         for name in itertools.islice(unknown, MAX_SHOWN):

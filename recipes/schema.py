@@ -23,7 +23,7 @@ from recipes import config as config_module
 from recipes.config import Config
 from recipes.fields import CONTENT, TOKENIZER, OnResume, classes
 from recipes.rules import PathText, Range
-from recipes.text import printable
+from recipes.text import shown
 
 # Keys of earlier versions, and what is used in their place.
 REMOVED = {
@@ -150,6 +150,7 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
+@functools.cache
 def without_null(hint: Any) -> tuple[Any, bool]:
     """The type of a value that is not null, and whether null is legal. The schemas only have unions with null."""
     if not _is_union(bare(hint)[0]):
@@ -172,12 +173,11 @@ def show(value: Any, depth: int = 4) -> str:
         )
     if isinstance(value, dict):
         items = itertools.islice(value.items(), _SHOWN)
-        shown = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
-        return "{" + ",".join(shown) + "}"
+        pairs = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1}.."
-    text = printable(str(value)).replace("\n", "\\n")
-    text = text if len(text) <= 160 else f"{text[:150]}..."
+    text = shown(str(value))
     return text if text and text == text.strip() else repr(text)
 
 

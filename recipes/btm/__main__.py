@@ -23,6 +23,7 @@ from recipes.pretrain import compose
 from recipes.run_folder import RunFolder
 from recipes.telemetry.wandb_variables import kept_back
 from recipes.validation import prepare, problems
+from recipes.validation.notes import notes
 
 if TYPE_CHECKING:
     from recipes.data.dataset import DatasetInfo
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = config.btm.ranks_per_branch
         if found := problems(config, ranks, launch_dir=Path.cwd(), dry_run=given.dry_run):
             raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+        for note in notes(config):
+            print(f"note: {note}", file=sys.stderr)
         if given.dry_run:
             _show_plan(config, given.json)
             return 0
@@ -143,13 +146,20 @@ def plan(config: Config) -> dict[str, Any]:
     }
     shown["arms"] = {}
     first = {"seed": 0, "dense": arms.amounts.seed, "mix": arms.amounts.branches}
+    alike: dict[str, list[str]] = {}  # what differs in name and data alone has equal sizes
     for name, arm in made.items():
-        described = complete(without_own_data(arm), config, folder, dry_run=True)
+        settings = {key: value for key, value in arm.settings.items() if not key.startswith("data.")}
+        alike.setdefault(f"{settings} {first.get(name)}", []).append(name)
+    for names in alike.values():
+        longest = made[max(names, key=len)]  # whose paths are the longest
+        described = complete(without_own_data(longest), config, folder, dry_run=True)
         sizes = sizes_of(described, ranks)
-        steps = described.train.steps - first.get(name, arms.amounts.seed)
+        steps = described.train.steps - first.get(names[0], arms.amounts.seed)
         keys = ("total_params", "active_params", "flops_per_token", "tokens_per_step", "bytes_per_rank")
         flops = steps * sizes["tokens_per_step"] * sizes["flops_per_token"]
-        shown["arms"][name] = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        row = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        shown["arms"] |= dict.fromkeys(names, row)
+    shown["arms"] = {name: shown["arms"][name] for name in made}
     return shown
 
 

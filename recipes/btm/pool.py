@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from recipes.files import open_append, own_folder
+from recipes.process import STARTER, identity
 from recipes.telemetry.wandb_variables import for_own_run
 
 _BAD_INPUT = 2  # exit code of a mistake in the description, which another attempt cannot mend
@@ -48,12 +50,12 @@ class Job:
         ours = for_own_run(os.environ)
         inherited = {key: value for key, value in ours.items() if not key.startswith(_FROM_LAUNCHERS)}
         seen = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self.log.parent)
         self.attempts += 1
-        with self.log.open("a") as log:
+        with open_append(self.log) as log:
             self.process = subprocess.Popen(
                 self.command,
-                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads)},
+                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads), STARTER: identity(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

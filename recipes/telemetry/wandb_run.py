@@ -12,14 +12,17 @@
   missing or wrong key are mistakes of the configuration; they stop the job before its first step.
 """
 
+import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.config import TelemetryConfig, WandbMode
+from recipes.telemetry.environment import git_state
+from recipes.text import printable, redact
 
 STEP_METRIC = "train/step"
 
@@ -77,21 +80,22 @@ class WandbLogger:
         self._run: Any = None
         self._outage_reported = False
         try:
-            self._run = wandb.init(
-                # None: wandb reads its own variable.
-                dir=None if os.environ.get("WANDB_DIR") else run_folder,
-                mode="online" if online else "offline",
-                id=run_id,
-                resume=None if os.environ.get("WANDB_RESUME") else "allow",
-                name=None if os.environ.get("WANDB_NAME") else f"{run_folder.name}-{run_id}",
-                project=telemetry.wandb_project,
-                entity=telemetry.wandb_entity,
-                group=telemetry.wandb_group,
-                config=dict(config),
-                allow_val_change=True,  # a resumed run may, for example, train for more steps than before
-                force=True,  # online without a key is an error, not a silent change of mode
-                settings=wandb.Settings(**_ours(), finish_timeout=FINISH_TIMEOUT_SECONDS),
-            )
+            with _arguments_without_passwords():
+                self._run = wandb.init(
+                    # None: wandb reads its own variable.
+                    dir=None if os.environ.get("WANDB_DIR") else run_folder,
+                    mode="online" if online else "offline",
+                    id=run_id,
+                    resume=None if os.environ.get("WANDB_RESUME") else "allow",
+                    name=None if os.environ.get("WANDB_NAME") else f"{run_folder.name}-{run_id}",
+                    project=telemetry.wandb_project,
+                    entity=telemetry.wandb_entity,
+                    group=telemetry.wandb_group,
+                    config=dict(config),
+                    allow_val_change=True,  # a resumed run may, for example, train for more steps than before
+                    force=True,  # online without a key is an error, not a silent change of mode
+                    settings=wandb.Settings(**_ours(), finish_timeout=FINISH_TIMEOUT_SECONDS),
+                )
             self._run.define_metric(STEP_METRIC)
             self._run.define_metric("*", step_metric=STEP_METRIC)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
@@ -123,14 +127,30 @@ class WandbLogger:
         if self._outage_reported:
             return
         self._outage_reported = True
-        message = f"W&B could not {action} ({type(error).__name__}: {error}); training goes on"
+        message = printable(redact(f"W&B could not {action} ({type(error).__name__}: {error}); training goes on"))
         print(f"{message}, every step is in metrics.jsonl", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _arguments_without_passwords() -> Iterator[None]:
+    """Inside, the command line that W&B records has none; nothing else reads it any more."""
+    given = sys.argv
+    sys.argv = [redact(word) for word in given]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def _ours() -> dict[str, Any]:
-    """The console is ours, unless a variable says otherwise: wandb neither wraps the streams nor prints its summary."""
+    """The console is ours, unless a variable says otherwise: wandb neither wraps the streams nor prints its summary.
+
+    Of git it gets the commit of this library: a look of its own would find the repository of the launch directory, and the address
+    of a remote, in which there may be a key.
+    """
     settings = {"console": "off", "quiet": True}
-    return {key: value for key, value in settings.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+    found = {key: value for key, value in settings.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+    return found | {"disable_git": True, "git_commit": (git_state() or {}).get("commit")}
 
 
 def choose_run_id(stored: str | None) -> str:

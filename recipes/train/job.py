@@ -6,11 +6,14 @@ RUN/config.yaml  environment.json  metrics.jsonl  summary.json  tokenizer.*  che
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import math
 import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from recipes.checkpoint.load import load_engine, load_master_weights
 from recipes.checkpoint.model import load_biases
 from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
-from recipes.data.dataset import load_dataset
+from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.data.loader import EvalSet
 from recipes.engine import make_engine
 from recipes.groups import enter, leave
@@ -91,6 +94,16 @@ def start_process(config: Config, ranks: Ranks) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def check_same_data(dataset: DatasetInfo) -> None:
+    """Raise ValueError on every rank unless all have opened the same data, from which each works out the samples for itself."""
+    content = repr(dataclasses.replace(dataset, folder=Path(), note=None))
+    if not collectives.same_on_all_ranks(hashlib.sha256(content.encode()).hexdigest()):
+        raise ValueError(
+            f"data.path={dataset.folder}: the ranks found different data there; give every node the same files, "
+            "or name a folder that all nodes share"
+        )
+
+
 class Job:
     """Everything that the loop uses, on one rank."""
 
@@ -99,6 +112,7 @@ class Job:
         self.device = collectives.device()
         assert config.data.path is not None  # validation has made sure
         self.dataset = load_dataset(config.data.path)
+        check_same_data(self.dataset)
         self.start = decide_start(config, self.dataset)
         self.folder = self.start.folder
         self.protected = [] if self.start.checkpoint is None else [self.start.checkpoint.path]

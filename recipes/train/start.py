@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from patches.registry import applied
 from recipes import collectives
 from recipes.checkpoint.choose import WEIGHTS, Places, places, sound_together
 from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.rotate import candidates
-from recipes.config import CheckpointLoad, Config, Resume, to_plain
+from recipes.config import CheckpointLoad, Config, Resume
 from recipes.data import identity
 from recipes.data.dataset import DatasetInfo
+from recipes.description import to_yaml
 from recipes.files import own_folder, replace_bytes, replace_text
 from recipes.run_folder import RunFolder
 from recipes.telemetry.environment import describe_environment
@@ -143,7 +143,7 @@ def _check(start: Start, config: Config, dataset: DatasetInfo) -> list[str]:
 
 def describe_run(folder: Path, config: Config) -> None:
     """Write what the run is, where it runs, and the tokenizer of its ids. No link is written through."""
-    replace_text(folder / "config.yaml", yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
     for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
         replace_bytes(folder / tokenizer.name, tokenizer.read_bytes())

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -267,3 +268,32 @@ def test_real_wandb_offline_without_network_key_or_stdin(tmp_path):
     assert (steps, run["run_id"], exit_code) == ([1, 2, 3], "abc12345", 1)
     steps, run, exit_code = history_and_exit(second)
     assert (steps, run["run_id"], run["resume"], exit_code) == ([2, 3, 4], "abc12345", True, 0)
+
+
+def test_no_password_reaches_the_files_of_a_run(tmp_path):
+    """With the real wandb, in a repository whose remote has a key, from a command line with a password."""
+    git = ["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (
+        ["init", "-q"],
+        ["commit", "-qm", "first", "--allow-empty"],
+        ["remote", "add", "origin", "https://hunter2:hunter2@example.org/x.git"],
+    ):
+        subprocess.run([*git, *words], check=True, timeout=30)
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from recipes.config import TelemetryConfig
+        from recipes.telemetry.wandb_run import open_run
+        before = list(sys.argv)
+        run = open_run(Path(), TelemetryConfig(), True, None, {})
+        run.log(1, {"x": 1})
+        run.finish(failed=False)
+        sys.exit(sys.argv != before)
+    """
+    proxy = {"HTTPS_PROXY": "http://me:hunter2@127.0.0.1:1", "PIP_INDEX_URL": "https://me:hunter2@example.org/simple"}
+    environ = os.environ | proxy | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", code, "data.path=https://me:hunter2@example.org"]
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=55, capture_output=True)
+    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == []
