@@ -28,14 +28,14 @@ MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
 MAX_SHOWN = 20  # problems in one message
 MAX_DEPTH, MAX_ITEMS = 16, 10_000  # of values that have no type of their own (`deepspeed.extra`)
 # Keys that descriptions written before them lack; their default is what was done then.
-LATER = frozenset({"checkpoint.save_interval_minutes"})
+LATER = frozenset({"run.resume_with", "checkpoint.load", "checkpoint.save_interval_minutes"})
 
 
 def check_description(plain: Any, *, complete: bool = True) -> Config:
     """The description that `plain` (nested dicts, as `config.to_plain` makes them) holds.
 
-    `complete`: every key must be there; else those left out have their defaults. Raises ValueError with one message that names
-    every key that is unknown, missing, of another type or out of range.
+    `complete`: every key must be there, and those of earlier versions may be; else those left out have their defaults. Raises
+    ValueError with one message that names every key that is unknown, missing, of another type or out of range.
     """
     config, found = read_description(plain, complete=complete)
     if found:
@@ -48,6 +48,20 @@ def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list
     reader = _Reader(complete)
     config = reader.group(Config, plain, "")
     return config if isinstance(config, Config) else Config(), reader.found
+
+
+def read_record(kind: type[Record], plain: Any) -> Record:
+    """An instance of the dataclass `kind`, any, from plain values; keys that it does not have are passed over.
+
+    Raises ValueError with one message that names every key that is missing or of another type.
+    """
+    if not isinstance(plain, dict):
+        raise ValueError(f"must be a mapping, not {schema.show(plain)}")
+    reader = _Reader(complete=True)
+    record = reader.record(kind, plain, "")
+    if reader.found:
+        raise ValueError(one_message(reader.found))
+    return record
 
 
 def to_yaml(config: Config) -> str:
@@ -71,20 +85,6 @@ def read_value(hint: Any, value: Any, key: str) -> list[str]:
     reader = _Reader(complete=True)
     reader.value(hint, value, key)
     return reader.found
-
-
-def read_record(kind: type[Record], plain: Any) -> Record:
-    """An instance of the dataclass `kind`, any, from plain values; keys that it does not have are passed over.
-
-    Raises ValueError with one message that names every key that is missing or of another type.
-    """
-    if not isinstance(plain, dict):
-        raise ValueError(f"must be a mapping, not {schema.show(plain)}")
-    reader = _Reader(complete=True)
-    record = reader.record(kind, plain, "")
-    if reader.found:
-        raise ValueError(one_message(reader.found))
-    return record
 
 
 def one_message(problems: list[str]) -> str:
@@ -115,7 +115,9 @@ class _Reader:
             )
             return kind()
         hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
-        for name in itertools.islice((name for name in value if name not in hints), MAX_SHOWN):
+        earlier = schema.REMOVED if self.complete else {}
+        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in earlier)
+        for name in itertools.islice(unknown, MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():
             full = f"{prefix}{name}"

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.btm.arms import (
     Arm,
@@ -48,6 +48,9 @@ from recipes.launcher import free_port
 from recipes.logical import moe_layers
 from recipes.telemetry.summary import write_json
 from recipes.validation import prepare
+
+if TYPE_CHECKING:
+    from recipes.model.gpt import GPT
 
 Say = Callable[[str], None]
 # Of the command line, what arms are not started with: they have their own, and weights of domains would be merged.
@@ -254,6 +257,12 @@ class Pipeline:
         found = {name: last_checkpoint(self.folder / self.made[name].path, steps) for name in names}
         check_alike(found)
         return found
+
+    def open_trained(self, path: str, step: int) -> GPT:
+        """The model of checkpoint `step` of a run folder inside this one: that one and no other."""
+        from recipes.checkpoint.model import open_model
+
+        return open_model(last_checkpoint(self.folder / path, step).path)[0]
 
     # merge, mix, evaluate
 

@@ -54,16 +54,18 @@ def sound(found: Places, kinds: Iterable[str], say: Callable[[str], object]) -> 
     return _first(found, say, lambda path: _open(path, kinds, (0, 1)))
 
 
-def sound_together(found: Places, say: Callable[[str], object]) -> Checkpoint:
-    """`sound` of a whole checkpoint, the same on all ranks, each of which has looked at its share of the bytes (a collective)."""
+def sound_together(found: Places, say: Callable[[str], object], kinds: Iterable[str] | None = None) -> Checkpoint:
+    """`sound` of a whole checkpoint, or of its files of `kinds`, the same on all ranks, each of which has looked at its share of
+    the bytes (a collective)."""
     part = dist.get_rank(), dist.get_world_size()
 
     def open_together(path: Path) -> tuple[Checkpoint | None, list[str]]:
-        checkpoint, problems = _open(path, None, part)
+        checkpoint, problems = _open(path, kinds, part)
         answers = collectives.gather_json(problems)
         problems = [problem for answer in answers for problem in answer]
         if checkpoint is not None and not problems:
-            checkpoint.trusted.update(checkpoint.manifest.files)
+            files = checkpoint.manifest.files.items()
+            checkpoint.trusted.update(name for name, entry in files if kinds is None or entry.kind in kinds)
         return checkpoint, list(dict.fromkeys(problems))
 
     return _first(found, say, open_together)

@@ -36,6 +36,13 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> bool:
     return True
 
 
+def load_master_weights(checkpoint: Checkpoint, engine: Engine) -> None:
+    """Copy the weights alone into an engine that has made no step; needs no optimizer files."""
+    checkpoint.require("model")
+    for entry in engine.parameters:
+        engine.load_state(entry, {"master": _assemble(checkpoint, entry, "master")})
+
+
 @torch.no_grad()
 def load_weights(checkpoint: Checkpoint, parameters: list[LocalParameter]) -> None:
     """Copy the weights alone into the parameters of a model; needs no optimizer files."""

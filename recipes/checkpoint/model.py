@@ -39,13 +39,14 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Con
         _start_alone()
     model = GPT(config).to(collectives.device())
     load_weights(checkpoint, registry(model, config))
-    if config.moe.moe_router_enable_expert_bias:
-        _load_biases(model, checkpoint)
+    load_biases(model, checkpoint)
     return model.eval(), config, checkpoint
 
 
-def _load_biases(model: GPT, checkpoint: Checkpoint) -> None:
-    """Biases of the choice of experts, which are state of the trainer and no weights."""
+def load_biases(model: GPT, checkpoint: Checkpoint) -> None:
+    """Biases of the choice of experts, where a model has some: they are state of the trainer and no weights."""
+    if not model.config.moe.moe_router_enable_expert_bias:
+        return
     assert model.moe is not None
     try:
         model.moe.load({"bias": checkpoint.trainer["moe"]["bias"]})

@@ -17,7 +17,7 @@ from recipes.logical import expert_counts, logical_tensors, padded_vocab_size
 from recipes.validation import from_stored
 
 _MAX_COUNT = 2**53  # of steps, samples, tokens: below it counts are exact as numbers of any type
-_MAX_PADDING_BYTES = 1 << 28  # of embedding rows that no file holds
+_MAX_PADDING = 1 << 14  # rows of the embedding that no file holds, of a small vocabulary
 _MOMENTS = ("exp_avg/", "exp_avg_sq/")
 _NOT_IN_RUN_IDS = set("/\\#?%:")  # W&B refuses them
 
@@ -108,10 +108,10 @@ def _config(checkpoint: Checkpoint) -> Config:
     if OPTIMIZER in checkpoint.kinds():
         moments = {f"{moment}{name}": value for name, value in described.items() for moment in _MOMENTS}
         _check_alike(checkpoint, checkpoint.tensors(OPTIMIZER), moments)
-    padding = (padded_vocab_size(model, 1) - model.vocab_size) * model.hidden_size * 4
-    if padding > _MAX_PADDING_BYTES:
+    padding = padded_vocab_size(model, 1) - model.vocab_size
+    if padding > max(model.vocab_size, _MAX_PADDING):
         divisor = f"make_vocab_size_divisible_by={model.make_vocab_size_divisible_by}"
-        raise ValueError(f"config: model.{divisor} pads the vocabulary of {model.vocab_size} by {padding} bytes")
+        raise ValueError(f"config: model.{divisor} pads the vocabulary of {model.vocab_size} by {padding} rows")
     return config
 
 

@@ -238,12 +238,12 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, entry: LocalParameter, states: dict[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of master and moments from whole fp32 tensors shaped like the parameter."""
+        """Overwrite this rank's part of the states given from whole fp32 tensors shaped like the parameter; `master` is one."""
         fragment = self.fragment(entry.parameter)
         if fragment is not None:
-            for name in self.state_names():
+            for name, state in states.items():
                 target = fragment.states[name]
-                target.copy_(states[name].reshape(-1).narrow(0, fragment.start, target.numel()))
+                target.copy_(state.reshape(-1).narrow(0, fragment.start, target.numel()))
         if isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3):
             with deepspeed.zero.GatheredParameters([entry.parameter], modifier_rank=0):
                 entry.parameter.copy_(states["master"])

@@ -161,5 +161,6 @@ def _trainer_state(job: Job, step: int) -> dict[str, Any]:
         "moe": None if job.model.moe is None else job.model.moe.state(),
         "wandb_run_id": job.wandb.run_id,
         "tokenizer": job.dataset.tokenizer_fingerprint,
+        "data": job.start.data,
         "config": job.plain_config,
     }

@@ -4,7 +4,7 @@ Config, number of ranks, launch directory -> problems() -> [message, ...]   each
                                           -> prepare()  -> Config with everything derived filled in
 
 `limits`: single values; `settings`, `experts`, `pipeline`: values against each other; `layouts`: against the number of ranks,
-and which layouts a model has; `files`: what is on disk.
+and which layouts a model has; `files`: what is on disk; `notes`: what is legal and deserves a word.
 """
 
 from __future__ import annotations

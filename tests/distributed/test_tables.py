@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes import groups, placement
 from recipes.config import Config
+from recipes.data.dataset import load_dataset
 from recipes.data.loader import step_indices
+from recipes.data.synthetic import write_dataset
 from recipes.engine import make_engine
 from recipes.engine.state import full_shape
 from recipes.launcher import rank_environment
 from recipes.model.gpt import GPT, registry
 from recipes.topology import Role, layout_of
-from recipes.train.job import start_process
+from recipes.train.job import check_same_data, start_process
 from tests.tiny import change, tiny_config, tiny_moe_config
 
 pytestmark = pytest.mark.distributed
+HERE = "tests.distributed.test_tables"
 
 TP2 = {"parallel__tensor_model_parallel_size": 2}
 TP4 = {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 4}
@@ -76,7 +81,7 @@ def tables(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, 
 
 def test_ranks_agree_on_every_table(run_ranks):
     asked = configs()
-    ranks = run_ranks("tests.distributed.test_tables:tables", 4, asked)
+    ranks = run_ranks(f"{HERE}:tables", 4, asked)
     for number, config in enumerate(asked):
         found, layout = [rank[number] for rank in ranks], layout_of(config, 4)
         assert len({table["owners"] for table in found}) == 1
@@ -96,3 +101,24 @@ def test_ranks_agree_on_every_table(run_ranks):
         for rank, table in enumerate(found):  # how often the gradient norm counts a parameter
             of_parameter = {name: count for name, count in table["copies"].items() if name.startswith("embedding")}
             assert set(of_parameter.values()) <= {copies["embedding.weight"]}, (rank, layout)
+
+
+def opened(rank: int, world_size: int, folders: list[Path]) -> str:
+    """What a rank is told when each opens its own data folder."""
+    start_process(tiny_config(), rank_environment(os.environ))
+    try:
+        check_same_data(load_dataset(folders[rank]))
+    except ValueError as error:
+        return str(error)
+    return "the same"
+
+
+def test_ranks_that_find_different_data_all_stop(run_ranks, tmp_path):
+    """As on nodes with disks of their own: a copy elsewhere is the same data, one more document in one domain is not."""
+    first = write_dataset(tmp_path / "first", vocab_size=60, tokens=500)
+    copy = shutil.copytree(first, tmp_path / "copy")
+    other = write_dataset(tmp_path / "other", vocab_size=60, tokens=700)
+    assert run_ranks(f"{HERE}:opened", 2, [first, copy]) == ["the same"] * 2
+    problems = run_ranks(f"{HERE}:opened", 3, [first, other, copy])
+    for problem, folder in zip(problems, (first, other, copy), strict=True):
+        assert problem.startswith(f"data.path={folder}: the ranks found different data there; ")

@@ -80,7 +80,7 @@ def test_what_is_no_description_is_refused(plain):
         check_description(plain)
 
 
-@pytest.mark.parametrize("key", entries())
+@pytest.mark.parametrize("key", sorted(entries().keys() - LATER))
 def test_every_key_must_be_there(key):
     plain = copy.deepcopy(to_plain(Config()))
     group, name = key.split(".")

@@ -1,8 +1,9 @@
-"""Does a layout's checkpoint hold what its ranks hold, and does it become the same again in this layout?
+"""Does a layout's checkpoint hold what its ranks hold, and does another layout's become the same here?
 
-after training: save -> compare;  in a fresh engine: load the checkpoint of the layout before -> compare, load its own -> compare
+after training: save -> compare;  in a fresh engine: load what the layout before has saved -> compare
 
-Each rank compares its part of every master, moment and weight with the whole tensors of the files, bit by bit.
+Each rank compares its part of every master, moment and weight with the whole tensors of the files, bit by bit. So a state has the
+same files in every layout, and each is loaded in the next one.
 """
 
 from __future__ import annotations
@@ -40,15 +41,13 @@ def put(engine: Engine, guard: SpikeGuard, shelf: Shelf) -> tuple[Path, Worst]:
     return path, stored_error(engine, open_checkpoint(path))
 
 
-def take(engine: Engine, *paths: Path) -> Worst:
-    """Load checkpoints one after the other into an engine (a collective); the worst distance from what this rank then holds."""
-    worst = NOTHING
-    for checkpoint in map(open_checkpoint, paths):
-        if engine.model.moe is not None:
-            engine.model.moe.load(checkpoint.trainer["moe"])
-        load_engine(checkpoint, engine)
-        worst = worst.or_worse(*stored_error(engine, checkpoint))
-    return worst
+def take(engine: Engine, path: Path) -> Worst:
+    """Load a checkpoint into a fresh engine (a collective); how far it is from what this rank then holds."""
+    checkpoint = open_checkpoint(path)
+    if engine.model.moe is not None:
+        engine.model.moe.load(checkpoint.trainer["moe"])
+    load_engine(checkpoint, engine)
+    return stored_error(engine, checkpoint)
 
 
 def stored_error(engine: Engine, checkpoint: Checkpoint) -> Worst:

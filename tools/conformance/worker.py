@@ -102,7 +102,7 @@ class Recorder:
 def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
     """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective).
 
-    What AdamW has made becomes a checkpoint, which is loaded again.
+    What AdamW has made becomes a checkpoint; that of the layout before is loaded, of the first layout its own.
     """
     ranks = rank_environment(os.environ)
     any_config = next(iter(configs.values()))
@@ -111,7 +111,7 @@ def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
     adamw = _Trial(configs[OptimizerName.adamw], layout, ranks.rank)
     stored, error = storing.put(adamw.engine, adamw, shelf)
     adamw.engine.close()
-    error = error.or_worse(*_loaded_again(configs[OptimizerName.adamw], layout, shelf.previous, stored))
+    error = error.or_worse(*_loaded(configs[OptimizerName.adamw], layout, shelf.previous or stored))
     sgd = _Trial(configs[OptimizerName.sgd], layout, ranks.rank)
     sgd.engine.close()
     updated = {OptimizerName.adamw: adamw.updated, OptimizerName.sgd: sgd.updated}
@@ -124,11 +124,11 @@ def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
     return Measured(loss, aux, norm, sgd.start, sgd.gradients, updated, held, routes, sgd.experts, error, stored)
 
 
-def _loaded_again(config: Config, layout: Layout, *checkpoints: Path | None) -> Worst:
-    """How far checkpoints are from what a fresh engine holds after loading them one after the other."""
+def _loaded(config: Config, layout: Layout, checkpoint: Path) -> Worst:
+    """How far a checkpoint is from what a fresh engine holds after loading it."""
     model, entries = build(config, layout)
     engine = make_engine(model, entries, config)
-    error = storing.take(engine, *filter(None, checkpoints))
+    error = storing.take(engine, checkpoint)
     engine.close()
     return error
 

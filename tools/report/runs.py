@@ -162,7 +162,7 @@ def _number(path: Path, row: dict[str, Any], key: str) -> float:
     value = row.get(key)
     if value is None:
         return np.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+    if type(value) is not float and (type(value) is not int or abs(value) > sys.float_info.max):
         raise ValueError(f"{path}, step {row['step']}: {key}={value!r:.80} must be a number; the file is damaged")
     return float(value)
 

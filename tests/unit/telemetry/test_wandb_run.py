@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import TelemetryConfig, WandbMode
-from recipes.telemetry.wandb_run import NullLogger, new_run_id, open_run
+from recipes.telemetry.wandb_run import NullLogger, choose_run_id, open_run
 
 
 class FakeRun:
@@ -54,7 +54,7 @@ class FakeWandb(types.ModuleType):
         self.init_calls.append(kwargs)
         if self.init_error is not None:
             raise self.init_error
-        assert kwargs["id"] not in self.server or kwargs["resume"] in ("allow", "must"), "would overwrite the run"
+        assert kwargs["id"] not in self.server or kwargs["resume"] in ("allow", None), "would overwrite the run"
         self.runs.append(FakeRun(self.server.setdefault(kwargs["id"], [])))
         return self.runs[-1]
 
@@ -175,11 +175,38 @@ def test_disabled_imports_nothing_and_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_agent_chooses_the_id(monkeypatch):
+def test_the_id_is_that_of_the_variable_else_of_the_checkpoint_else_fresh(monkeypatch, capfd):
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    assert new_run_id() != new_run_id()
+    assert choose_run_id(None) != choose_run_id(None)
+    assert choose_run_id("stored") == "stored"
     monkeypatch.setenv("WANDB_RUN_ID", "sweep123")
-    assert new_run_id() == "sweep123"
+    assert choose_run_id(None) == choose_run_id("sweep123") == "sweep123"
+    assert capfd.readouterr().out == ""
+    assert choose_run_id("stored") == "sweep123"
+    assert "W&B run sweep123, as WANDB_RUN_ID; the checkpoint's is stored" in capfd.readouterr().out
+
+
+def test_names_are_unique_and_variables_are_left_to_wandb(tmp_path, fake, monkeypatch):
+    for name in ("WANDB_NAME", "WANDB_DIR", "WANDB_RESUME", "WANDB_QUIET", "WANDB_CONSOLE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        start(tmp_path)
+    first, second = fake.init_calls
+    assert first["name"] == f"{tmp_path.name}-{first['id']}" != second["name"] == f"{tmp_path.name}-{second['id']}"
+    assert (first["dir"], first["resume"], first["settings"]["console"]) == (tmp_path, "allow", "off")
+    for name, value in {
+        "NAME": "mine",
+        "DIR": str(tmp_path),
+        "RESUME": "must",
+        "QUIET": "true",
+        "CONSOLE": "wrap",
+    }.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    fake.server["abc"] = []
+    start(tmp_path, run_id="abc")
+    third = fake.init_calls[-1]
+    assert third["name"] is third["dir"] is third["resume"] is None, "so that wandb reads its variables"
+    assert third["settings"].keys() == {"finish_timeout"}
 
 
 OFFLINE_SESSION = """
