@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
+import re
 import typing
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, to_plain
 from recipes.rules import Length, Range, Text
 
+Record = TypeVar("Record")
 MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
 MAX_SHOWN = 20  # problems in one message
 MAX_DEPTH, MAX_ITEMS = 16, 10_000  # of values that have no type of their own (`deepspeed.extra`)
 # Keys that descriptions written before them lack; their default is what was done then.
-LATER: frozenset[str] = frozenset()
+LATER = frozenset({"run.resume_with", "checkpoint.load", "checkpoint.save_interval_minutes"})
 
 
 def check_description(plain: Any, *, complete: bool = True) -> Config:
     """The description that `plain` (nested dicts, as `config.to_plain` makes them) holds.
 
-    `complete`: every key must be there; else those left out have their defaults. Raises ValueError with one message that names
-    every key that is unknown, missing, of another type or out of range.
+    `complete`: every key must be there, and those of earlier versions may be; else those left out have their defaults. Raises
+    ValueError with one message that names every key that is unknown, missing, of another type or out of range.
     """
     config, found = read_description(plain, complete=complete)
     if found:
@@ -45,12 +50,55 @@ def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list
     return config if isinstance(config, Config) else Config(), reader.found
 
 
+def read_record(kind: type[Record], plain: Any) -> Record:
+    """An instance of the dataclass `kind`, any, from plain values; keys that it does not have are passed over.
+
+    Raises ValueError with one message that names every key that is missing or of another type.
+    """
+    if not isinstance(plain, dict):
+        raise ValueError(f"must be a mapping, not {schema.show(plain)}")
+    reader = _Reader(complete=True)
+    record = reader.record(kind, plain, "")
+    if reader.found:
+        raise ValueError(one_message(reader.found))
+    return record
+
+
+def to_yaml(config: Config) -> str:
+    """The description as YAML, from which every reader gets text back where there was text.
+
+    YAML 1.2, and OmegaConf, take `1e5` for a number where YAML 1.1 does not: it is written in quotes, too.
+    """
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0o[0-7]+|[-+]?\.?(inf|nan)", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{_NUMBER.pattern})$", re.IGNORECASE), None)
+
+
+def read_value(hint: Any, value: Any, key: str) -> list[str]:
+    """The problems of a single value of type `hint`."""
+    reader = _Reader(complete=True)
+    reader.value(hint, value, key)
+    return reader.found
+
+
 def one_message(problems: list[str]) -> str:
     """All problems as the text of one error."""
     more = [f"and {len(problems) - MAX_SHOWN} more"] * (len(problems) > MAX_SHOWN)
     if len(problems) == 1:
         return problems[0]
     return "\n  - ".join([f"{len(problems)} problems", *problems[:MAX_SHOWN], *more])
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of the fields of a dataclass, with their rules."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 class _Reader:
@@ -66,8 +114,10 @@ class _Reader:
                 f"{key or 'description'}={schema.show(value)}: is a group of settings, not a value; {ways_out}"
             )
             return kind()
-        hints, prefix, read = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else "", {}
-        for name in itertools.islice((name for name in value if name not in hints), MAX_SHOWN):
+        hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
+        earlier = schema.REMOVED if self.complete else {}
+        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in earlier)
+        for name in itertools.islice(unknown, MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():
             full = f"{prefix}{name}"
@@ -77,6 +127,18 @@ class _Reader:
             elif self.complete and full not in LATER:
                 self.found.append(f"{full}: is missing")
         return kind(**read)
+
+    def record(self, kind: Any, value: dict, key: str) -> Any:
+        """An instance of any dataclass; None when the value has a problem."""
+        hints, before, prefix = (
+            typing.get_type_hints(kind, include_extras=True),
+            len(self.found),
+            f"{key}." if key else "",
+        )
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+        self.found += [f"{prefix}{name}: is missing" for name in needed if name not in value]
+        read = {name: self.value(hint, value[name], f"{prefix}{name}") for name, hint in hints.items() if name in value}
+        return kind(**read) if len(self.found) == before else None
 
     def entry(self, hint: Any, value: Any, key: str) -> Any:
         """The value of one key; its default when it is not legal."""
@@ -96,6 +158,8 @@ class _Reader:
         options = typing.get_args(kind)
         if kind is Any:
             return self.anything(value, key, 1)
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return self.record(kind, value, key)
         if typing.get_origin(kind) in (list, dict) and isinstance(value, typing.get_origin(kind)):
             return self._collection(value, options, rules, key)
         if isinstance(kind, type) and issubclass(kind, enum.Enum):

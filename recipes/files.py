@@ -28,9 +28,10 @@ def open_regular(path: Path) -> Iterator[io.FileIO]:
         raise ValueError(f"{path}: is missing") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read as a regular file ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: is not a regular file")
     with open(descriptor, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path}: is not a regular file")
         yield file
 
 

@@ -217,12 +217,38 @@ def padded_vocab_size(model: ModelConfig, tensor_parallel_size: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
+_ROWS_DIVIDED = ("embedding", "head", "q", "k", "v", "gate", "up")
+_COLUMNS_DIVIDED = ("out", "down")
+
+
+def divided_axis(name: str) -> int | None:
+    """The axis along which ranks divide a logical tensor: tensor-parallel ones, or expert-tensor-parallel ones what belongs to a
+    layer with experts. None: it is replicated."""
+    module, kind = name.split(".")[-2:]
+    if module in _ROWS_DIVIDED:
+        return 0
+    return 1 if module in _COLUMNS_DIVIDED and kind == "weight" else None
+
+
 @dataclass(frozen=True)
 class Shard:
     """The `index`-th of `count` equal parts."""
 
     index: int = 0
     count: int = 1
+
+    def box(self, tensor: LogicalTensor, padded: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and shape of this part of a tensor, the whole of a replicated one.
+
+        `padded`: length of the divided axis with its padding, which belongs to no box; a part that is all padding has length 0.
+        """
+        offsets, shape, axis = [0] * len(tensor.shape), list(tensor.shape), divided_axis(tensor.name)
+        if axis is not None:
+            length, rest = divmod(padded or shape[axis], self.count)
+            assert not rest, (tensor.name, padded or shape[axis], self.count)
+            offsets[axis] = min(self.index * length, shape[axis])
+            shape[axis] = min(length, shape[axis] - offsets[axis])
+        return tuple(offsets), tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -232,6 +258,10 @@ class Place:
     tensor: Shard = Shard()
     expert_tensor: Shard = Shard()
     experts: Shard = Shard()
+
+    def shard(self, name: str) -> Shard:
+        """This rank's part of a logical tensor, if it is divided."""
+        return self.expert_tensor if ".moe." in name else self.tensor
 
 
 @dataclass(frozen=True)
@@ -283,11 +313,6 @@ class LocalParameter:
     tied: bool = False
 
     @property
-    def numel(self) -> int:
-        """True elements (ZeRO-3 may have taken them away)."""
-        return sum(math.prod(piece.shape) for piece in self.pieces)
-
-    @property
     def weight_decay(self) -> bool:
         """Matrices decay; norms and biases do not."""
         return not self.pieces or len(self.pieces[0].global_shape) > 1
@@ -309,25 +334,14 @@ def assemble(parts: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Ten
     return whole
 
 
-def _part(
-    tensor: LogicalTensor,
-    view: tuple[int, ...],
-    dim: int,
-    start: int,
-    length: int,
-    axis: int = 0,
-    shard: Shard = Shard(),
-) -> Piece:
-    """The piece holding `shard` of the logical tensor along `axis`; where it lies in the parameter: see Piece."""
-    shape, offsets = list(tensor.shape), [0] * len(tensor.shape)
-    shape[axis] //= shard.count
-    offsets[axis] = shard.index * shape[axis]
-    return Piece(tensor.name, tensor.shape, tuple(offsets), tuple(shape), view, dim, start, length)
+def _part(tensor: LogicalTensor, place: Place, view: tuple[int, ...], dim: int, start: int, length: int) -> Piece:
+    """The piece holding a rank's part of the logical tensor; where it lies in the parameter: see Piece."""
+    return Piece(tensor.name, tensor.shape, *place.shard(tensor.name).box(tensor), view, dim, start, length)
 
 
-def _all(tensor: LogicalTensor, shape: tuple[int, ...], axis: int = 0, shard: Shard = Shard()) -> Piece:
+def _all(tensor: LogicalTensor, place: Place, shape: tuple[int, ...]) -> Piece:
     """The piece that is a whole parameter of `shape`."""
-    return _part(tensor, shape, 0, 0, shape[0], axis, shard)
+    return _part(tensor, place, shape, 0, 0, shape[0])
 
 
 # megatron-core's parameter names within a block, and the logical tensor that each holds whole.
@@ -342,10 +356,6 @@ _BLOCK_NAMES = {
     "self_attention.linear_qkv.layer_norm": "attention_norm",
     "mlp.linear_fc1.layer_norm": "ffn_norm",
 }
-
-
-# Row-parallel matrices: the columns are divided, and a bias is whole on every rank.
-_ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
 
 
 def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
@@ -367,19 +377,13 @@ def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], 
         queries = model.num_attention_heads // num_kv_heads(model)
         view = (groups, queries + 2, width, *shape[1:])
         spans = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
-        return tuple(
-            _part(tensor(f"attention.{part}"), view, 1, *span, shard=place.tensor) for part, span in spans.items()
-        )
+        return tuple(_part(tensor(f"attention.{part}"), place, view, 1, *span) for part, span in spans.items())
     if module == "mlp.linear_fc1":
         if model.activation is Activation.gelu:
-            return (_all(tensor("ffn.up"), shape, shard=place.tensor),)
+            return (_all(tensor("ffn.up"), place, shape),)
         view = (2, shape[0] // 2, *shape[1:])
-        return tuple(
-            _part(tensor(f"ffn.{part}"), view, 0, at, 1, shard=place.tensor) for at, part in enumerate(("gate", "up"))
-        )
-    if module in _ROW_PARALLEL and kind == "weight":
-        return (_all(tensor(_BLOCK_NAMES[module]), shape, axis=1, shard=place.tensor),)
-    return (_all(tensor(_BLOCK_NAMES[module]), shape),)
+        return tuple(_part(tensor(f"ffn.{part}"), place, view, 0, at, 1) for at, part in enumerate(("gate", "up")))
+    return (_all(tensor(_BLOCK_NAMES[module]), place, shape),)
 
 
 # Of the stock layer each expert is a module of its own; ours holds them as stacks.
@@ -404,7 +408,7 @@ def _moe_pieces(
 ) -> tuple[Piece, ...]:
     """Pieces of a parameter of recipes.moe.layer.MoeLayer; the rank's experts are those from `first` on."""
     if name in _WHOLE:
-        return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], shape),)
+        return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], place, shape),)
     names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
 
     def matrices(module: str, kind: str) -> list[LogicalTensor]:
@@ -419,26 +423,19 @@ def _moe_pieces(
     else:
         kind = {"routed.w1_LGH": "w1", "routed.w2_LHF": "w2"}[name]
         parts = [part for expert in range(shape[0]) for part in matrices(f"experts.{first + expert}", kind)]
-    axis, shard = 0 if kind == "w1" else 1, place.expert_tensor
-    local = list(parts[0].shape)
-    local[axis] //= shard.count
-    view = (len(parts), *local)
-    return tuple(_part(part, view, 0, at, 1, axis, shard) for at, part in enumerate(parts))
+    view = (len(parts), *place.expert_tensor.box(parts[0])[1])
+    return tuple(_part(part, place, view, 0, at, 1) for at, part in enumerate(parts))
 
 
 def vocabulary_pieces(tensor: LogicalTensor, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
     """The piece of a rank's rows `shape[0]` of an embedding or head, of which the last ones of all are padding."""
-    first = place.tensor.index * shape[0]
-    held = min(tensor.shape[0] - first, shape[0])
-    if held <= 0:
-        return ()
-    offsets, kept = (first, *(0 for _ in shape[1:])), (held, *shape[1:])
-    return (Piece(tensor.name, tensor.shape, offsets, kept, shape, 0, 0, held),)
+    offsets, kept = place.tensor.box(tensor, padded=shape[0] * place.tensor.count)
+    return (Piece(tensor.name, tensor.shape, offsets, kept, shape, 0, 0, kept[0]),) if kept[0] else ()
 
 
 def norm_pieces(tensor: LogicalTensor) -> tuple[Piece, ...]:
     """The piece of a norm that is no part of a block."""
-    return (_all(tensor, tensor.shape),)
+    return (_all(tensor, Place(), tensor.shape),)
 
 
 def initial_value(tensor: LogicalTensor, seed: int) -> torch.Tensor:

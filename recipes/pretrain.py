@@ -23,9 +23,11 @@ from recipes.description import one_message, read_description  # noqa: E402
 from recipes.launcher import Ranks, launch_note, rank_environment, split_arguments  # noqa: E402
 from recipes.overrides import Setting, read, resolve, split  # noqa: E402
 from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, tell, watch  # noqa: E402
-from recipes.text import user_path  # noqa: E402
+from recipes.rules import user_path  # noqa: E402
+from recipes.telemetry.wandb_variables import obey  # noqa: E402
 from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
+from recipes.validation.notes import notes  # noqa: E402
 
 CONFIG_DIR = ROOT / "hydra_conf"
 
@@ -127,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launcher = "" if arguments.dry_run else watch(os.environ).identity
         ranks = rank_environment(os.environ, launcher)
         config = compose(arguments.overrides)
+        config.telemetry, wandb_notes = obey(config.telemetry, arguments.overrides, os.environ)
         world_size = ranks.world_size
         if arguments.dry_run and world_size == 1:  # plan for as many ranks as the description asks for
             world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
@@ -134,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found:
             raise ValueError(one_message(found))
         config = prepare(config, world_size, launch_dir=Path.cwd())
+        for note in notes(config) if ranks.rank == 0 else []:
+            tell(f"note: {note}")
         if arguments.dry_run:
             if ranks.rank == 0:
                 _show_plan(config, world_size, _cluster(ranks), arguments.json)
@@ -142,8 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error, os.environ)
     except Signalled as stopped:
         end_by(stopped)
-    if note := launch_note(os.environ, ranks):
-        print(f"note: {note}", file=sys.stderr)
+    if launched := launch_note(os.environ, ranks):
+        tell(f"note: {launched}")
+    for note in wandb_notes if ranks.rank == 0 else ():
+        tell(f"note: {note}")
     if arguments.ignored and ranks.rank == 0:
         tell(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from typing import NoReturn
 from recipes.config import Config
 from recipes.launcher import free_port
 from recipes.pretrain import ROOT, compose
+from recipes.process import STARTER, identity
+from recipes.telemetry.wandb_variables import for_own_run
 from recipes.validation import prepare, problems
 
 NUM_PROCESSES = 2
@@ -81,17 +84,24 @@ def run_to_end(words: Sequence[str], name: str, folder: Path) -> None:
     Raises SystemExit with its exit code when it fails. Leaves no process behind, however it ends.
     """
     # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(words, start_new_session=True)
+    child = subprocess.Popen(
+        words, start_new_session=True, env=for_own_run(os.environ) | {STARTER: identity(os.getpid())}
+    )
     try:
         code = child.wait()
     except BaseException:
         _stop(child)
         raise
-    if code == 0 and not (folder / "summary.json").exists():
-        code = 1  # deepspeed's launcher hides that a rank was killed by a signal
+    if code == 0 and not _complete(folder):
+        code = 1  # deepspeed's launcher hides that it was killed by a signal
     if code:
         print(f"error: {name}: exit code {code}; see above, and {folder}", file=sys.stderr)
         raise SystemExit(code)
+
+
+def _complete(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text()).get("complete", True)
 
 
 def command(arm: Arm) -> list[str]:

@@ -139,10 +139,16 @@ def size(eval_set: EvalSet, eod: int, data: DataConfig, text_bytes_D: np.ndarray
 def score(
     model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig, text_bytes: Mapping[str, np.ndarray | None]
 ) -> list[Score]:
-    """The score of each domain, then that of all together under "all"; `text_bytes`: of each document, by domain."""
+    """The score of each domain, then that of all together under "all"; `text_bytes`: of each document, by domain.
+
+    Raises ValueError for a loss that is not finite.
+    """
     from recipes.train.evaluate import evaluate
 
     losses = evaluate(model, sets, eod, data)
+    if wrong := [domain for domain in sets if not math.isfinite(losses[domain])]:
+        why = f"the loss of {wrong[0]} is {losses[wrong[0]]}: its training has diverged, take an earlier checkpoint"
+        raise ValueError(why)
     scores = []
     for domain, eval_set in sets.items():
         tokens, num_bytes = size(eval_set, eod, data, text_bytes[domain])
@@ -200,7 +206,10 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"no bits per byte of {', '.join(unknown)}: {dataset.folder} was written without the sizes of its text; "
                 "index it again with `python -m tools.index --overwrite`"
             )
-        *scores, total = score(model, sets, dataset.eod, config.data, text_bytes)
+        try:
+            *scores, total = score(model, sets, dataset.eod, config.data, text_bytes)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {error}") from error
     _print_table(f"{arguments.split} split of {dataset.folder} after step {checkpoint.step}", [*scores, total])
     return {
         "checkpoint": str(checkpoint.path),

@@ -100,13 +100,13 @@ def _next_logits(model: GPT, ids: Sequence[int], eod: int) -> torch.Tensor:
     import numpy as np
     import torch
 
-    from recipes.train.batch import model_inputs
+    from recipes.train.batch import logit_inputs, model_inputs
 
     config, device = model.config, next(model.parameters()).device
     window = ids[-config.model.seq_length :]
     inputs = model_inputs(np.array([[*window, eod]]), eod, config.data, device)  # the last id is only a label, unused
     with torch.inference_mode():
-        logits_SBV = model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
+        logits_SBV = model.logits(**logit_inputs(inputs))
     return logits_SBV[-1, 0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import statistics
 import sys
@@ -157,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from recipes.run_folder import fresh_folder
     from recipes.telemetry.summary import write_json
     from tools.arms import shared_overrides, train
     from tools.report.__main__ import report
     from tools.report.runs import read_run
 
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = arguments.runs or Path(f"outputs/quickstart-{stamp}")
+    folder = arguments.runs or fresh_folder("quickstart")
     overrides = shared_overrides(arguments)
     todo = arms(overrides, arguments.seeds, folder)
     arguments.out.mkdir(parents=True, exist_ok=True)  # not to find out after the training that it cannot be made

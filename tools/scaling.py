@@ -57,8 +57,10 @@ def complete(folder: Path, config: Config) -> bool:
                 raise ValueError(
                     f"{folder}: was run with {group}.{key}={other}, not {value}; choose another --runs FOLDER"
                 )
-    summary = folder / "summary.json"
-    return summary.exists() and read_run(folder).summary.get("steps") == config.train.steps
+    if not (folder / "summary.json").exists():
+        return False
+    summary = read_run(folder).summary
+    return summary.get("steps") == config.train.steps and bool(summary.get("complete", True))
 
 
 def points(runs: Sequence[Run]) -> dict[str, Any]:
@@ -116,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from recipes.files import replace_bytes
     from recipes.telemetry.summary import write_json
     from tools.arms import described, shared_overrides, train
     from tools.report import figures
@@ -148,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> None:
     png = figures.render(
         lambda: figures.scaling(losses, "experts per layer with experts (1: dense)", "held-out nll (nats per token)")
     )
-    (arguments.out / "scaling.png").write_bytes(png)
+    replace_bytes(arguments.out / "scaling.png", png)
     Console().print(table(results["points"]))
     console.print(f"results {path}, figure {arguments.out / 'scaling.png'}")
 

@@ -9,8 +9,6 @@ Nothing heavy is imported until the description is known to be legal.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import os
 import signal
 import sys
@@ -19,12 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipes.config import Config, Resume
-from recipes.description import one_message
+from recipes.config import Config
 from recipes.launcher import split_arguments
-from recipes.pretrain import compose, write_plan
-from recipes.text import error_line
+from recipes.pretrain import compose
+from recipes.run_folder import RunFolder
+from recipes.telemetry.wandb_variables import kept_back
 from recipes.validation import prepare, problems
+from recipes.validation.notes import notes
 
 if TYPE_CHECKING:
     from recipes.data.dataset import DatasetInfo
@@ -69,14 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(given.overrides)
         ranks = config.btm.ranks_per_branch
         if found := problems(config, ranks, launch_dir=Path.cwd(), dry_run=given.dry_run):
-            raise ValueError(one_message(found))
+            raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+        for note in notes(config):
+            print(f"note: {note}", file=sys.stderr)
         if given.dry_run:
             _show_plan(config, given.json)
             return 0
         with _stoppable():
             _run(config, given.overrides)
     except (ValueError, OSError) as error:
-        print(error_line(error), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -94,28 +95,17 @@ def _run(config: Config, overrides: Sequence[str]) -> None:
             f"data.domain_weights={weights} of the experiment: give it on the command line of recipes.btm instead"
         )
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
-    pipeline = Pipeline(config, overrides, folder, console.print)
-    folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
-    console.print(f"run folder {folder}")
-    with _claimed(folder, shared=bool(config.btm.only)):
-        pipeline.run()
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, shared: bool) -> Iterator[None]:
-    """Keep other calls out of the folder; those that train only some branches may share it."""
-    with (folder / ".lock").open("a") as lock:
+    claim = RunFolder(config.run, shared=bool(config.btm.only))
+    with contextlib.closing(claim):
         try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"run.dir={folder}: another call is running there; wait for it, or use another folder"
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            print(f"no lock on {folder} ({error.strerror}): start no second call there", flush=True)
-        yield
+            pipeline = Pipeline(config, overrides, claim.path, console.print)
+        except ValueError:
+            claim.abandon()
+            raise
+        console.print(f"run folder {claim.path}")
+        if note := kept_back(os.environ):
+            console.print(f"note: {note}")
+        pipeline.run()
 
 
 @contextlib.contextmanager
@@ -156,13 +146,20 @@ def plan(config: Config) -> dict[str, Any]:
     }
     shown["arms"] = {}
     first = {"seed": 0, "dense": arms.amounts.seed, "mix": arms.amounts.branches}
+    alike: dict[str, list[str]] = {}  # what differs in name and data alone has equal sizes
     for name, arm in made.items():
-        described = complete(without_own_data(arm), config, folder, dry_run=True)
+        settings = {key: value for key, value in arm.settings.items() if not key.startswith("data.")}
+        alike.setdefault(f"{settings} {first.get(name)}", []).append(name)
+    for names in alike.values():
+        longest = made[max(names, key=len)]  # whose paths are the longest
+        described = complete(without_own_data(longest), config, folder, dry_run=True)
         sizes = sizes_of(described, ranks)
-        steps = described.train.steps - first.get(name, arms.amounts.seed)
+        steps = described.train.steps - first.get(names[0], arms.amounts.seed)
         keys = ("total_params", "active_params", "flops_per_token", "tokens_per_step", "bytes_per_rank")
         flops = steps * sizes["tokens_per_step"] * sizes["flops_per_token"]
-        shown["arms"][name] = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        row = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        shown["arms"] |= dict.fromkeys(names, row)
+    shown["arms"] = {name: shown["arms"][name] for name in made}
     return shown
 
 
@@ -171,10 +168,9 @@ def _show_plan(config: Config, json_file: str | None) -> None:
 
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     shown = plan(config)
-    table = Table("run", title=Text(f"plan of {config.run.name}"), title_justify="left")
+    table = Table("run", title=f"plan of {config.run.name}", title_justify="left")
     for header in ("ranks", "parameters", "steps", "tokens/step", "FLOPs each", "GiB/rank"):
         table.add_column(header, justify="right")
     alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
@@ -194,7 +190,10 @@ def _show_plan(config: Config, json_file: str | None) -> None:
     )
     Console(markup=False).print(table)
     if json_file is not None:
-        write_plan(json_file, shown)
+        try:
+            Path(json_file).write_text(json.dumps(shown, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); name another file") from error
 
 
 if __name__ == "__main__":

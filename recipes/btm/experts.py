@@ -17,7 +17,7 @@ from recipes import collectives
 from recipes.config import DataConfig
 from recipes.model.gpt import GPT
 from recipes.moe.layer import MoeLayer
-from recipes.train.batch import model_inputs
+from recipes.train.batch import logit_inputs, model_inputs
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def expert_shares(model: GPT, tokens_NS1: np.ndarray, eod: int, data: DataConfig
     try:
         for begin in range(0, len(tokens_NS1), batch_size):
             inputs = model_inputs(tokens_NS1[begin : begin + batch_size], eod, data, collectives.device())
-            model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
+            model.logits(**logit_inputs(inputs))
     finally:
         for handle in handles:
             handle.remove()

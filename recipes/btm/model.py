@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ from recipes.btm.ensemble import expert_log_weights, mixture
 from recipes.checkpoint import model as single
 from recipes.checkpoint.format import Checkpoint
 from recipes.config import Config, PosteriorForm
+from recipes.data.packing import Documents
+from recipes.description import one_message, read_value
+from recipes.files import own_folder, parse_json
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
 from recipes.telemetry.summary import write_json
@@ -56,10 +58,11 @@ class Ensemble(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Log-probabilities of the ensemble: fp32 [S, B, V]."""
-        answers_ESBV = torch.stack([_log_probs(e, tokens_BS, positions_BS, attention_mask) for e in self.experts])
+        answers_ESBV = torch.stack([_log_probs(e, tokens_BS, positions_BS, documents, real_B) for e in self.experts])
         # The last position has no label here, and its own is never part of its evidence.
         labels_SB1 = torch.cat((tokens_BS[:, 1:], tokens_BS[:, :1]), dim=1).T[..., None]
         known_EBS = torch.stack([a_SBV.gather(-1, labels_SB1)[..., 0].T for a_SBV in answers_ESBV])
@@ -72,25 +75,29 @@ class Ensemble(nn.Module):
         labels_BS: torch.Tensor,
         loss_mask_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The negative log likelihood per sequence, fp32 [B], as of a single model."""
-        known_EBS = torch.stack([-_losses(e, tokens_BS, labels_BS, positions_BS, attention_mask) for e in self.experts])
+        known_EBS = torch.stack(
+            [-_losses(e, labels_BS, tokens_BS, positions_BS, documents, real_B) for e in self.experts]
+        )
         losses_BS = -mixture(known_EBS, self.weighing.log_weights(known_EBS))
-        return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
+        losses_B = (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
+        return losses_B if real_B is None else losses_B.where(real_B, 0.0)
 
 
-def _log_probs(model: Any, tokens_BS, positions_BS, attention_mask) -> torch.Tensor:
-    return model.logits(tokens_BS, positions_BS, attention_mask).float().log_softmax(-1)
+def _log_probs(model: Any, *inputs: Any) -> torch.Tensor:
+    return model.logits(*inputs).float().log_softmax(-1)
 
 
-def _losses(model: Any, tokens_BS, labels_BS, positions_BS, attention_mask) -> torch.Tensor:
-    return losses_of_logits(model.logits(tokens_BS, positions_BS, attention_mask), labels_BS).double()
+def _losses(model: Any, labels_BS: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    return losses_of_logits(model.logits(*inputs), labels_BS).double()
 
 
 def write_ensemble(folder: Path, branches: dict[str, Path], weighing: Weighing) -> None:
     """Describe an ensemble of run folders, relative to `folder`, so that the whole may be moved."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     values: dict[str, Any] = {
         "branches": {name: os.path.relpath(path, folder) for name, path in branches.items()},
         "form": weighing.form.value,
@@ -109,13 +116,20 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Con
     if not (path / DESCRIPTION).exists():
         return single.open_model(path, say)
     try:
-        found = json.loads((path / DESCRIPTION).read_text())
+        found = parse_json((path / DESCRIPTION).read_text())
         folders = {str(name): path / str(folder) for name, folder in found["branches"].items()}
-        prior = tuple(float(value) for value in found["prior"])
-        weighing = Weighing(PosteriorForm(found["form"]), prior, found["updating"], found["top_k"])
+        types = {"prior": list[float], "updating": float | None, "top_k": int | None}
+        if problems := [text for key, kind in types.items() for text in read_value(kind, found[key], key)]:
+            raise ValueError(one_message(problems))
+        prior, updating, top_k = tuple(found["prior"]), found["updating"], found["top_k"]
+        weighing = Weighing(PosteriorForm(found["form"]), prior, updating, top_k)
         if len(prior) != len(folders) or not folders:
             raise ValueError(f"{len(prior)} prior probabilities for {len(folders)} branches")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if min(prior) < 0 or not 0.99 < sum(prior) < 1.01:
+            raise ValueError(f"prior={prior} is no distribution")
+        if (updating is not None and not 0 < updating <= 1) or (top_k is not None and top_k < 1):
+            raise ValueError(f"updating={updating} must be above 0 and at most 1, top_k={top_k} at least 1")
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path / DESCRIPTION}: damaged ({type(error).__name__}: {error}); merge the branches again"
         ) from error

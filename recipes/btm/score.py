@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from recipes import collectives
 from recipes.btm.ensemble import cached_prior
 from recipes.btm.split import data_digest
 from recipes.btm.stages import Artefact, digest_files
-from recipes.checkpoint.model import open_model
 from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
+from recipes.data.packing import Documents
+from recipes.files import replace_bytes
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
-from recipes.train.batch import model_inputs
+from recipes.train.batch import logit_inputs, model_inputs
 
 if TYPE_CHECKING:
     from recipes.btm.pipeline import Pipeline
@@ -42,7 +43,8 @@ class LanguageModel(Protocol):
         self,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -86,7 +88,7 @@ def token_log_probs(
     found = []
     for begin in range(0, len(tokens_NS1), batch_size):
         inputs = model_inputs(tokens_NS1[begin : begin + batch_size], eod, data, collectives.device())
-        logits_SBV = model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
+        logits_SBV = model.logits(**logit_inputs(inputs))
         found.append(-losses_of_logits(logits_SBV, inputs["labels_BS"]).double().cpu())
         on_batch()
     return torch.cat(found)
@@ -119,7 +121,10 @@ class Scores:
         """Scores of a trained arm, computed now if they are not there."""
         arm = self.pipeline.made[name]
         return self.of(
-            name, self.pipeline.digests[arm.path], lambda: open_model(self.pipeline.folder / arm.path)[0], stage
+            name,
+            self.pipeline.digests[arm.path],
+            lambda: self.pipeline.open_trained(arm.path, arm.settings["train.steps"]),
+            stage,
         )
 
     def of(self, name: str, model: Any, opened: Callable[[], GPT], stage: BtmStage, only: str | None = None):
@@ -144,8 +149,10 @@ class Scores:
                     parts["development"] = self.text(domain).development_NS1
                 for part, tokens_NS1 in parts.items():
                     found = token_log_probs(ready, tokens_NS1, self.pipeline.info.eod, data, train.micro_batch_size)
+                    if not found.isfinite().all():
+                        raise ValueError(f"{name} gives {domain} a loss that is not finite: its training has diverged")
                     scored[f"{domain}/{part}"] = found.contiguous()
-            save_file(scored, folder / "scores.safetensors")
+            replace_bytes(folder / "scores.safetensors", save(scored))
 
         artefact = Artefact(f"scores/{name}", stage, inputs, _scores_digest)
         self.pipeline.digests[artefact.path] = self.pipeline.store(artefact, make)

@@ -14,6 +14,7 @@ import numpy as np
 
 from recipes.data.dataset import SPLITS, DatasetInfo, copy_tokenizer, tokenizer_entry, write_manifest
 from recipes.data.indexed import IndexedSource, IndexedWriter
+from recipes.files import own_folder
 
 # Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
 # encyclopedia by about 0.3.
@@ -110,7 +111,7 @@ def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
 def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:
     """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
     entries: dict[str, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
+    own_folder(out)
     for name, documents in domains:
         splits = {}
         for split in SPLITS:

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.checkpoint.format import MANIFEST, TRAINER, Checkpoint, open_checkpoint, read_small, write_json
+from recipes.checkpoint.format import MANIFEST, TRAINER, Checkpoint, open_checkpoint, write_json
 from recipes.checkpoint.manifest import Manifest, ShardRecord
+from recipes.files import own_folder, read_small
 
 LATEST = "latest"
 _FOLDER = re.compile(r"step_(\d{8,18})|\.step_(\d{8,18})\.replaced", re.ASCII)
@@ -34,7 +35,7 @@ def begin(checkpoints_dir: Path, step: int) -> Path:
 
     Only one run at a time may write below `checkpoints_dir`.
     """
-    checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    own_folder(checkpoints_dir)
     _clean(checkpoints_dir)
     partial = checkpoints_dir / f".{step_name(step)}.partial"
     partial.mkdir()
@@ -72,6 +73,21 @@ def find_checkpoint(
     Raises ValueError when the step asked for is missing or incomplete, and when there are checkpoints but none is
     complete, so that nobody starts from scratch unknowingly.
     """
+    found, skipped = candidates(checkpoints_dir, step, kinds)
+    if not found and skipped:
+        why = "; ".join(skipped)
+        raise ValueError(f"{checkpoints_dir}: no checkpoint is complete: {why}; move the folder away to start anew")
+    return (found[0] if found else None), skipped
+
+
+def candidates(
+    checkpoints_dir: Path, step: int | None = None, kinds: Iterable[str] | None = None
+) -> tuple[list[Path], list[str]]:
+    """The complete checkpoints, by the sizes of their files: first the one that `latest` names, then the one committed last.
+    And why others are passed over.
+
+    Raises ValueError when the `step` asked for is missing or incomplete.
+    """
     kinds = None if kinds is None else tuple(kinds)
     folders = _folders(checkpoints_dir)
     if step is not None:
@@ -80,22 +96,26 @@ def find_checkpoint(
             raise ValueError(f"checkpoint step {step}: not in {checkpoints_dir}; the steps there are: {there}")
         if problems := _problems(folders[step], step, kinds):
             raise ValueError("; ".join(problems))
-        return folders[step], []
+        return [folders[step]], []
     if not folders:
-        return None, []
-    skipped = []
+        return [], []
+    complete, skipped = _complete(folders, kinds)
+    complete.reverse()
     try:
         latest = _read_latest(checkpoints_dir, folders)
-        if not (problems := _problems(folders[latest], latest, kinds)):
-            return folders[latest], []
+        if latest in complete:
+            complete.remove(latest)
+            return [folders[latest], *(folders[other] for other in complete)], []
     except ValueError as error:
-        skipped.append(str(error))
-    complete, problems = _complete(folders, kinds)
-    skipped += problems
-    if not complete:
-        why = "; ".join(skipped)
-        raise ValueError(f"{checkpoints_dir}: no checkpoint is complete: {why}; move the folder away to start anew")
-    return folders[complete[-1]], skipped
+        skipped.insert(0, str(error))
+    return [folders[other] for other in complete], skipped
+
+
+def check_name(folder: Path) -> None:
+    """Raise ValueError when a folder is called like another step than the one that it holds."""
+    step, held = _step_of(folder), open_checkpoint(folder).step
+    if step not in (None, held):
+        raise ValueError(f"{folder}: the manifest is of step {held}; give the folder its name back")
 
 
 def rotate(checkpoints_dir: Path, keep: int, protect: Iterable[Path] = ()) -> list[Path]:
@@ -183,11 +203,11 @@ def _point_latest(folder: Path) -> None:
 def _move_in(partial: Path, final: Path) -> None:
     """Give a complete folder its name; an older checkpoint of the same step is deleted only afterwards."""
     old = partial.with_name(f".{final.name}.replaced")
-    if final.exists():
+    if os.path.lexists(final):  # a link too, which is moved aside itself
         final.rename(old)
     partial.rename(final)
     _flush_folder(final.parent)
-    if old.exists():
+    if os.path.lexists(old):
         _delete(old)
 
 
@@ -199,9 +219,12 @@ def _delete(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder that is never selected. What stays, because a reader on a network disk has it open, must not end
-    the run: the next begin() tries again."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a folder that is never selected; of a link only itself. What stays, because a reader on a network disk has it
+    open, must not end the run: the next begin() tries again."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clean(checkpoints_dir: Path) -> None:
@@ -215,7 +238,7 @@ def _clean(checkpoints_dir: Path) -> None:
             else:
                 path.rename(final)
         elif _LEFTOVER.fullmatch(path.name):
-            if path.is_dir():
+            if path.is_dir() or path.is_symlink():
                 _remove(path)
             else:
                 path.unlink()

@@ -7,12 +7,10 @@ Legend: B samples, S positions, S1 = S + 1 ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import torch
+Documents = list[list[int]]  # the lengths of those in each sequence, in order
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,11 @@ class Packed:
     position_ids_BS: np.ndarray
     document_ids_BS: np.ndarray
     loss_mask_BS: np.ndarray
+
+    @property
+    def document_lengths(self) -> Documents:
+        """Tokens of each document of each sample, in order; those of a sample add up to S."""
+        return [np.bincount(ids_S).tolist() for ids_S in self.document_ids_BS]
 
 
 def pack(
@@ -66,13 +69,3 @@ def pack(
         document_ids_BS=np.cumsum(begins_BS, axis=1),
         loss_mask_BS=counts_BS.astype(np.float32),
     )
-
-
-def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Causal attention within each document, as mcore's `attention_mask`: bool [B, 1, S, S], True = do not attend."""
-    import torch
-
-    size = document_ids_BS.shape[1]
-    future_SS = torch.ones(size, size, dtype=torch.bool, device=document_ids_BS.device).triu(1)
-    other_BSS = document_ids_BS[:, :, None] != document_ids_BS[:, None, :]
-    return (future_SS | other_BSS)[:, None]

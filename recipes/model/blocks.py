@@ -22,6 +22,7 @@ from torch import nn
 
 from recipes import partial
 from recipes.config import Activation, ModelConfig, Normalization, Precision, TransformerImpl
+from recipes.data.packing import Documents
 from recipes.logical import ffn_width, head_width, num_kv_heads
 from recipes.topology import Layout
 
@@ -82,7 +83,10 @@ class Norm(nn.Module):
 
 
 class SdpaAttention(nn.Module):
-    """Core attention through `scaled_dot_product_attention`: causal, or with an explicit mask."""
+    """Core attention through `scaled_dot_product_attention`: causal, over whole sequences or each document by itself.
+
+    A document is a call of its own, so that time follows the squares of the documents' lengths, and memory the sequence's.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object):
         super().__init__()
@@ -94,23 +98,32 @@ class SdpaAttention(nn.Module):
         query_SBND: torch.Tensor,
         key_SBGD: torch.Tensor,
         value_SBGD: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Documents | None,
         **_: object,
     ) -> torch.Tensor:
-        """Attend; `attention_mask` [B, 1, S, S] is True where a query must not look, None means causal. Returns [S, B, N D]."""
+        """Attend: [S, B, N D]. megatron-core hands on as `attention_mask` what the block was given: the documents, or None."""
+        whole = (query_SBND, key_SBGD, value_SBGD)
+        with get_cuda_rng_tracker().fork() if self.training and self.dropout else contextlib.nullcontext():
+            if attention_mask is None:
+                return self._causal(*whole)
+            sequences = zip(*(x.split(1, dim=1) for x in whole), strict=True)
+            contexts = []
+            for lengths, sequence in zip(attention_mask, sequences, strict=True):
+                documents = zip(*(x.split(lengths) for x in sequence), strict=True)
+                contexts.append(torch.cat([self._causal(*document) for document in documents]))
+            return torch.cat(contexts, dim=1)
+
+    def _causal(self, query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
-        dropout = self.dropout if self.training else 0.0
-        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            context_BNSD = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                is_causal=attention_mask is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+        context_BNSD = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         context_SBND = context_BNSD.permute(2, 0, 1, 3)
         return context_SBND.reshape(*context_SBND.shape[:2], -1)
 
@@ -147,25 +160,25 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
 
 
 def layer_spec(
-    model: ModelConfig, document_mask: bool, sequence_parallel: bool, num_experts: int | None = None
+    model: ModelConfig, by_document: bool, sequence_parallel: bool, num_experts: int | None = None
 ) -> ModuleSpec:
-    """Specification of one block. With `document_mask` attention takes an explicit mask, which our core attention reads.
+    """Specification of one block. With `by_document` attention is told of documents, which our core attention reads.
 
     `num_experts`: of a block whose MLP the caller replaces by a layer with experts; its norm before that layer is a module of its
     own, while Transformer Engine's dense MLP contains it.
     """
-    spec = _layer_spec(model, document_mask, num_experts)
+    spec = _layer_spec(model, by_document, num_experts)
     if sequence_parallel:
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = divided_bias_dropout_add
     return spec
 
 
-def _layer_spec(model: ModelConfig, document_mask: bool, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(model: ModelConfig, by_document: bool, num_experts: int | None) -> ModuleSpec:
     if uses_transformer_engine(model):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts, qk_layernorm=model.qk_layernorm)
-        if document_mask:
+        if by_document:
             spec.submodules.self_attention.submodules.core_attention = SdpaAttention
         return spec
     rms = model.normalization is Normalization.RMSNorm

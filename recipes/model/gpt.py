@@ -20,6 +20,7 @@ from torch import nn
 
 from recipes import collectives, partial
 from recipes.config import Config, Recompute
+from recipes.data.packing import Documents
 from recipes.groups import enter
 from recipes.logical import (
     LocalParameter,
@@ -102,16 +103,16 @@ class Block(nn.Module):
         if selective and "layernorm" in modules:
             self.norm_outputs = NormOutputs([self.inner.input_layernorm, self.inner.pre_mlp_layernorm])
 
-    def forward(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_SBH: torch.Tensor, angles: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         if self.recomputes:
-            return recomputed(self._layer, *self.moe, x_SBH, angles, mask)
+            return recomputed(self._layer, *self.moe, x_SBH, angles, documents)
         if self.norm_outputs is None:
-            return self._layer(x_SBH, angles, mask)
+            return self._layer(x_SBH, angles, documents)
         with self.norm_outputs():
-            return self._layer(x_SBH, angles, mask)
+            return self._layer(x_SBH, angles, documents)
 
-    def _layer(self, x_SBH: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.inner(x_SBH, attention_mask=mask, rotary_pos_emb=angles)[0]
+    def _layer(self, x_SBH: torch.Tensor, angles: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        return self.inner(x_SBH, attention_mask=documents, rotary_pos_emb=angles)[0]
 
     def logical_pieces(self, config: Config, name: str, parameter: nn.Parameter, place: Place) -> tuple[Piece, ...]:
         return block_pieces(config, self.layer, name.removeprefix("inner."), tuple(parameter.shape), place)
@@ -223,20 +224,23 @@ class GPT(nn.Module):
         x_SBH: torch.Tensor | None,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after this stage's blocks, from those of the stage before; the first stage needs none.
 
-        Positions default to 0..S-1; `attention_mask` [B, 1, S, S] is True where not to look, None: causal.
+        Positions default to 0..S-1. `documents`: the lengths of those in each sequence, within which tokens attend and are
+        routed by chance; None: one each. `real_B`: which sequences are data, which no other may touch (without gradients);
+        None: all.
         """
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
         angles = rotary_angles(positions, self.rotary_width, self.config.model.rotary_base)
         if self.moe is not None:
-            self.moe.begin(tokens_BS)
+            self.moe.begin(tokens_BS, documents, real_B)
         if self.embedding is not None:
             x_SBH = self.embedding(tokens_BS)
         for block in self.blocks:
-            x_SBH = block(x_SBH, angles, attention_mask)
+            x_SBH = block(x_SBH, angles, documents)
         assert x_SBH is not None
         return x_SBH
 
@@ -251,10 +255,11 @@ class GPT(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [S, B, V of this rank] of a model in one stage; see `hidden` for the inputs."""
-        return self.project(self.hidden(None, tokens_BS, positions_BS, attention_mask))
+        return self.project(self.hidden(None, tokens_BS, positions_BS, documents, real_B))
 
     def stage(
         self,
@@ -263,15 +268,17 @@ class GPT(nn.Module):
         labels_BS: torch.Tensor,
         loss_mask_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states for the next stage; of the last stage the negative log likelihood in nats: the fp32 sum over valid
-        positions, per sequence: [B]."""
-        x_SBH = self.hidden(x_SBH, tokens_BS, positions_BS, attention_mask)
+        positions, per sequence: [B], 0 of one that is no data."""
+        x_SBH = self.hidden(x_SBH, tokens_BS, positions_BS, documents, real_B)
         if not self.last:
             return x_SBH
         losses_BS = self.project(x_SBH, labels_BS)
-        return (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
+        losses_B = (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1)
+        return losses_B if real_B is None else losses_B.where(real_B, 0.0)
 
     def forward(
         self,
@@ -279,13 +286,14 @@ class GPT(nn.Module):
         labels_BS: torch.Tensor,
         loss_mask_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        real_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The negative log likelihood per sequence, [B]; see `stage` for the inputs.
 
         Through a pipeline without gradients only (training is scheduled by the engine); all but the last stage return zeros.
         """
-        inputs = (tokens_BS, labels_BS, loss_mask_BS, positions_BS, attention_mask)
+        inputs = (tokens_BS, labels_BS, loss_mask_BS, positions_BS, documents, real_B)
         if self.first and self.last:
             return self.stage(None, *inputs)
         assert not torch.is_grad_enabled()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from recipes import collectives
 from recipes.config import AuxLossScope, Config, RouterType
+from recipes.data.packing import Documents
 from recipes.groups import Groups
 from recipes.logical import expert_counts
 from recipes.moe.balance import AddLoss, balance_part, coefficient, moved_biases, sequence_balance_part, z_part
@@ -54,25 +55,32 @@ class MoeContext:
         self.bias_NE = torch.zeros(len(self.layers), most, dtype=torch.float64, device=device)
         self.steps = 0  # finished ones, skipped ones too
         self.keys_T: torch.Tensor | None = None  # what routers that learn nothing go by, of this rank's tokens
+        self.real_T: torch.Tensor | None = None  # which of these tokens are data; None: all
 
     def _of_layers(self, values_NE: torch.Tensor) -> list[torch.Tensor]:
         """A view of each layer's own experts."""
         return [values_E[:count] for values_E, count in zip(values_NE, self.num_experts, strict=True)]
 
-    def begin(self, tokens_BS: torch.Tensor) -> None:
-        """Hear which token ids the next forward pass has: int64 [B, S], whole sequences on every rank."""
+    def begin(
+        self, tokens_BS: torch.Tensor, documents: Documents | None = None, real_B: torch.Tensor | None = None
+    ) -> None:
+        """Hear of the next forward pass: token ids, int64 [B, S], whole sequences on every rank; the documents in them, if it
+        tells them apart; which sequences are data, where the others only fill up a batch of evaluation."""
+        assert real_B is None or not torch.is_grad_enabled(), "in training all sequences are data"
+        self.real_T = None if real_B is None else self._own_positions(real_B[:, None].expand(tokens_BS.shape))
         match self.moe.moe_router_type:
             case RouterType.hash:
-                keys_BS = tokens_BS
+                self.keys_T = self._own_positions(tokens_BS)
             case RouterType.random:
-                keys_BS = prefix_keys(tokens_BS)
-            case _:
-                return
+                self.keys_T = self._own_positions(prefix_keys(tokens_BS, documents))
+
+    def _own_positions(self, values_BS: torch.Tensor) -> torch.Tensor:
+        """Of the tokens that this rank routes, in their order: [T]."""
         positions = slice(None)
         if self.tokens_split:
-            share = tokens_BS.shape[1] // self.groups.size(Role.tp)
+            share = values_BS.shape[1] // self.groups.size(Role.tp)
             positions = slice(self.groups.index(Role.tp) * share, (self.groups.index(Role.tp) + 1) * share)
-        self.keys_T = keys_BS[:, positions].t().reshape(-1)
+        return values_BS[:, positions].t().reshape(-1)
 
     @contextlib.contextmanager
     def again(self, keys_T: torch.Tensor | None) -> Iterator[None]:

@@ -1,14 +1,17 @@
 """Routing that learns nothing, to measure what learned routing is worth: a fixed table of token ids, and chance.
 
-Both depend on the seed, the layer and the tokens up to the one that is routed, so that no layout, batch or resumed run changes
-them, and evaluation and generation do as training does.
+Both depend on the seed, the layer and the tokens of the document up to the one that is routed, so that no layout, batch or resumed
+run changes them, and evaluation and generation do as training does.
 """
 
 from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
+
+from recipes.data.packing import Documents
 
 
 def hash_table(vocab_size: int, num_experts: int, topk: int, seed: int, layer: int) -> torch.Tensor:
@@ -23,10 +26,16 @@ def hash_table(vocab_size: int, num_experts: int, topk: int, seed: int, layer: i
     return (first_V[:, None] + steps_K) % num_experts
 
 
-def prefix_keys(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """A number for each token that depends on it and on all before it in its sequence: int64 [B, S]."""
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    return _mix(_mix(tokens_BS + (positions_S << 32)).cumsum(1))
+def prefix_keys(tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    """A number for each token that depends on it and on all before it in its document, or sequence (None): int64 [B, S]."""
+    batch, sequence = tokens_BS.shape
+    documents = [[sequence]] * batch if documents is None else documents
+    starts = [np.repeat(np.cumsum(lengths) - lengths, lengths) for lengths in documents]
+    starts_BS = torch.from_numpy(np.stack(starts)).to(tokens_BS.device)
+    positions_BS = torch.arange(sequence, device=tokens_BS.device) - starts_BS
+    own_BS = _mix(tokens_BS + (positions_BS << 32))
+    sums_BS = own_BS.cumsum(1)  # modulo 2^64, as is what is taken off again
+    return _mix(sums_BS - (sums_BS - own_BS).gather(1, starts_BS))
 
 
 def salts(num_experts: int, seed: int, layer: int) -> torch.Tensor:

@@ -173,7 +173,7 @@ class StockMoE(MoE):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.moe, self.group = run.moe, context.group
+        self.moe, self.group, self.context = run.moe, context.group, context
         self.deepspeed_moe.gate.wg.to(dtype)
         self.set_deepspeed_parallelism()
 
@@ -190,7 +190,7 @@ class StockMoE(MoE):
     def forward(self, x_TH: torch.Tensor, sequence_shape: tuple[int, int]) -> tuple[torch.Tensor, Routing]:
         out_TH = self._experts(x_TH)
         self.deepspeed_moe.l_aux = None  # its graph would keep model and engine alive for ever
-        return out_TH, route(router_logits(x_TH, self.router_weight), self.moe)
+        return out_TH, route(router_logits(x_TH, self.router_weight), self.moe).only(self.context.real_T)
 
     def _experts(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self.group is None or self.moe.moe_router_topk > 1:

@@ -6,7 +6,7 @@ logits_TE -> scores_TE -> choice_TE (biases added) -> top_k: ids_TK -> gates_TK 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -47,6 +47,13 @@ class Routing:
     def _sum_by_expert(self, values_TK: torch.Tensor) -> torch.Tensor:
         sums_E = values_TK.new_zeros(self.probs_TE.shape[1])
         return sums_E.scatter_add_(0, self.ids_TK.reshape(-1), values_TK.reshape(-1))
+
+    def only(self, real_T: torch.Tensor | None) -> Routing:
+        """Without the choices of tokens that are no data."""
+        if real_T is None:
+            return self
+        real_TK = real_T[:, None].expand(self.ids_TK.shape)
+        return replace(self, made_TK=real_TK if self.made_TK is None else self.made_TK & real_TK)
 
     @property
     def used_TK(self) -> torch.Tensor | None:

@@ -64,8 +64,11 @@ class Router:
             if kind is RouterType.expert_choice:
                 return self._experts_choose(logits_TE, sequence_shape, 1.0 if factor is None else factor), x_TH
             routing = self._tokens_choose(logits_TE, sequence_shape, training)
+        real_T = self.context.real_T
+        routing = routing.only(real_T)
         if factor is not None:
-            limit = capacity(len(x_TH), routing.ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
+            tokens = len(x_TH) if real_T is None else int(real_T.sum())
+            limit = capacity(tokens, routing.ids_TK.shape[1], self.num_experts, factor, self.moe.moe_min_capacity)
             by_probability = self.moe.moe_token_drop_policy is TokenDropPolicy.probs
             routing = replace(routing, keep_TK=kept(routing, limit, by_probability))
         return routing, x_TH
@@ -98,11 +101,13 @@ class Router:
         return route(logits_TE, moe, self.context.bias(self.layer), noise_TE, uniform_T)
 
     def _experts_choose(self, logits_TE: torch.Tensor, sequence_shape: tuple[int, int], factor: float) -> Routing:
-        """Among the tokens of all ranks, in the order of samples, then positions."""
-        moe, function = self.moe, self.moe.moe_router_score_function
+        """Among the tokens of all ranks, in the order of samples, then positions; those that are no data come last of all."""
+        moe, function, real_T = self.moe, self.moe.moe_router_score_function, self.context.real_T
         scores_TE = scores(logits_TE, function)
-        pool_TE = self.context.pool(scores_TE.detach(), sequence_shape)
-        limit = capacity(len(pool_TE), moe.moe_router_topk, self.num_experts, factor, moe.moe_min_capacity)
+        offered_TE = scores_TE.detach() if real_T is None else scores_TE.detach().where(real_T[:, None], -1.0)
+        pool_TE = self.context.pool(offered_TE, sequence_shape)
+        tokens = len(pool_TE) if real_T is None else int((pool_TE[:, 0] != -1.0).sum())
+        limit = capacity(tokens, moe.moe_router_topk, self.num_experts, factor, moe.moe_min_capacity)
         chosen_TE = self.context.own(choose_tokens(pool_TE, limit), sequence_shape)
         ids_TK, made_TK = by_token(chosen_TE, scores_TE.detach())
         gates_TK = gates(

@@ -12,11 +12,9 @@ import math
 from dataclasses import dataclass
 
 from recipes.config import Config
-from recipes.logical import LogicalTensor, expert_counts, padded_vocab_size, stage_layers, tensor_kinds
+from recipes.logical import LogicalTensor, divided_axis, expert_counts, padded_vocab_size, stage_layers, tensor_kinds
 from recipes.topology import Layout
 
-_ROWS_DIVIDED = ("q", "k", "v", "gate", "up")
-_COLUMNS_DIVIDED = ("out", "down")
 _IN_ONE_PARAMETER = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
@@ -25,20 +23,13 @@ def local_shape(tensor: LogicalTensor, config: Config, layout: Layout) -> tuple[
     shape = list(tensor.shape)
     if tensor.name in ("embedding.weight", "head.weight"):
         shape[0] = padded_vocab_size(config.model, layout.tensor_parallel_size)
-    axis = _divided_axis(tensor)
+    axis = divided_axis(tensor.name)
     if axis is not None:
         in_experts = ".moe." in tensor.name
         count = layout.expert_tensor_parallel_size if in_experts else layout.tensor_parallel_size
         assert shape[axis] % count == 0, (tensor.name, shape, count)
         shape[axis] //= count
     return tuple(shape)
-
-
-def _divided_axis(tensor: LogicalTensor) -> int | None:
-    module, kind = tensor.name.split(".")[-2:]
-    if module in ("embedding", "head", *_ROWS_DIVIDED):
-        return 0
-    return 1 if module in _COLUMNS_DIVIDED and kind == "weight" else None
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ def evaluate(model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig
     totals = torch.zeros(len(sets), 2, dtype=torch.float64, device=collectives.device())
     for row, eval_set in zip(totals, sets.values(), strict=True):
         for batch in eval_set:
-            inputs = model_inputs(batch.tokens_BS1, eod, data, totals.device)
-            weight_B = torch.from_numpy(batch.weight_B).to(totals.device).double()
-            row[0] += (model(**inputs).double() * weight_B).sum()
-            row[1] += (valid_tokens(inputs) * weight_B).sum()
+            inputs = model_inputs(batch.tokens_BS1, eod, data, totals.device, batch.weight_B > 0)
+            row[0] += model(**inputs).double().sum()
+            row[1] += valid_tokens(inputs).sum()
     model.train(was_training)
     collectives.sum_over_ranks(totals.mul_(model.groups.leads))
     losses = {domain: float(nll / tokens) for domain, (nll, tokens) in zip(sets, totals, strict=True) if tokens > 0}

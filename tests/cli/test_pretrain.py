@@ -117,7 +117,7 @@ def test_all_cross_field_problems_are_reported_together(capsys):
 
 
 def test_only_rank_0_prints(monkeypatch, capsys):
-    monkeypatch.setattr("recipes.launcher._PEER_DELAY", 0)
+    monkeypatch.setattr("recipes.process._PEER_DELAY", 0)
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for rank in "01":
         for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items():

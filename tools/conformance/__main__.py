@@ -3,8 +3,8 @@
 The recipe is scaled down to CPU size with the same structure. For each layout of N ranks, fp32 training on the engine is compared
 with plain autograd in one process on the same samples: language loss, auxiliary losses, the raw gradient of every logical
 tensor, the gradient norm on every rank, the weights after 3 steps of SGD and of AdamW, the bits of all replicas, and the
-experts that the router chose. In bf16 a layout may err as much against fp32 as one process in bf16 does: by at most 2.5 times its
-median over tensors, and four times its worst.
+experts that the router chose. The state is saved, and what the layout before has saved is loaded, bit for bit. In bf16 a layout
+may err as much against fp32 as one process in bf16 does: by at most 2.5 times its median over tensors, and four times its worst.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _COLUMNS = {
     "sgd_err": "SGD",
     "adamw_err": "AdamW",
     "replica_err": "replicas",
+    "checkpoint_err": "checkpoint",
     "route_flips": "flips",
 }
 
@@ -183,7 +184,12 @@ def _columns(precision: Precision) -> dict[str, str]:
     if precision is Precision.fp32:
         return {name: f"{_COLUMNS[name]}\n{f'<= {bound:.0e}' if bound else '0'}" for name, bound in BOUNDS.items()}
     limits = dict.fromkeys(_COLUMNS, f"<= {WORST_FACTOR} x alone")
-    limits |= {"grad_median": f"<= {MEDIAN_FACTOR} x alone", "replica_err": "0", "route_flips": ""}
+    limits |= {
+        "grad_median": f"<= {MEDIAN_FACTOR} x alone",
+        "replica_err": "0",
+        "checkpoint_err": "0",
+        "route_flips": "",
+    }
     return {name: f"{header}\n{limits[name]}" for name, header in _COLUMNS.items()}
 
 

@@ -58,19 +58,17 @@ def _count(model: GPT, eval_set: EvalSet, eod: int) -> np.ndarray:
     """Assignments of one domain: int64 [N, E]. What the router chose counts, also if a full expert turned it away."""
     import torch
 
-    from recipes.train.batch import model_inputs
+    from recipes.train.batch import logit_inputs, model_inputs
 
     device = next(model.parameters()).device
     layers = expert_counts(model.config)
     counts_NE = np.zeros((len(layers), max(layers.values())), dtype=np.int64)
     for batch in eval_set:
-        inputs = model_inputs(batch.tokens_BS1, eod, model.config.data, device)
+        inputs = model_inputs(batch.tokens_BS1, eod, model.config.data, device, batch.weight_B > 0)
         with _routing(model) as chosen, torch.inference_mode():
-            model.logits(inputs["tokens_BS"], inputs.get("positions_BS"), inputs.get("attention_mask"))
-        real_B = torch.from_numpy(batch.weight_B > 0).to(device)
+            model.logits(**logit_inputs(inputs))
         for row, (layer, num_experts) in enumerate(layers.items()):
-            chosen_SBE = chosen[layer].view(-1, len(real_B), num_experts)  # tokens in the order of [S, B]
-            counts_NE[row, :num_experts] += chosen_SBE[:, real_B].sum((0, 1)).cpu().numpy()
+            counts_NE[row, :num_experts] += chosen[layer].sum(0).cpu().numpy()
     return counts_NE
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.data.packing import document_mask, pack
+from recipes.data.packing import pack
 
 EOD = 2
 TOKENS_BS1 = np.array([[5, 6, EOD, 7, EOD, EOD, 8, 9], [EOD, 5, 6, 7, 8, 9, 5, EOD]])
@@ -15,6 +15,7 @@ def test_inputs_labels_and_documents():
     assert np.array_equal(packed.input_ids_BS, TOKENS_BS1[:, :-1])
     assert np.array_equal(packed.labels_BS, TOKENS_BS1[:, 1:])
     assert packed.document_ids_BS.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert packed.document_lengths == [[3, 2, 1, 1], [1, 6]]
     assert packed.position_ids_BS.tolist() == [list(range(7))] * 2
     assert packed.loss_mask_BS.dtype == np.float32 and packed.loss_mask_BS.all()
 
@@ -34,7 +35,6 @@ def test_semantics_are_megatrons(seed):
 
     tokens_BS1 = np.random.default_rng(seed).integers(0, 6, (4, 33))
     packed = pack(tokens_BS1, EOD, reset_position_ids=True, eod_mask_loss=True)
-    mask_B1SS = document_mask(torch.from_numpy(packed.document_ids_BS))
     for row in range(4):
         expected_mask, expected_loss, expected_positions = _get_ltor_masks_and_position_ids(
             torch.from_numpy(tokens_BS1[row, :-1]),
@@ -46,4 +46,5 @@ def test_semantics_are_megatrons(seed):
         )
         assert torch.equal(torch.from_numpy(packed.position_ids_BS[row]), expected_positions)
         assert torch.equal(torch.from_numpy(packed.loss_mask_BS[row]), expected_loss)
-        assert torch.equal(mask_B1SS[row], expected_mask)
+        blocks = [torch.ones(length, length).tril() for length in packed.document_lengths[row]]
+        assert torch.equal(~torch.block_diag(*blocks).bool(), expected_mask[0])

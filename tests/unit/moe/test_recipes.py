@@ -51,7 +51,9 @@ def composed(*overrides: str) -> Config:
                 "moe_router_topk_scaling_factor": 2.5,
             },
         ),
-        ("olmoe_1b_7b", {"moe_aux_loss_coeff": 1e-2 / 16, "moe_z_loss_coeff": 1e-3}),
+        ("olmoe_1b_7b", {"moe_aux_loss_coeff": 1e-2 / 16, "moe_z_loss_coeff": 1e-3 / 16 / 8}),
+        ("mixtral_8x7b", {"moe_aux_loss_coeff": 0.02 * 2 / 32}),
+        ("qwen3_30b_a3b", {"moe_aux_loss_coeff": pytest.approx(1e-3 * 8 / 48, rel=1e-6)}),
         ("expert_choice", {"moe_router_type": RouterType.expert_choice}),
     ],
 )

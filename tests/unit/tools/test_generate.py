@@ -80,9 +80,9 @@ class FixedModel(torch.nn.Module):
         self.config = SimpleNamespace(model=SimpleNamespace(seq_length=seq_length), data=data or DataConfig())
         self.following, self.shown, self.inputs = torch.tensor(following), [], None
 
-    def logits(self, tokens_BS, positions_BS, attention_mask):
+    def logits(self, tokens_BS, positions_BS=None, documents=None):
         self.shown.append(tokens_BS[0].tolist())
-        self.inputs = positions_BS, attention_mask
+        self.inputs = positions_BS, documents
         return torch.nn.functional.one_hot(self.following[tokens_BS], len(self.following)).float().transpose(0, 1)
 
 
@@ -110,9 +110,8 @@ def test_documents_are_told_apart_as_in_training():
     data = DataConfig(reset_position_ids=True, reset_attention_mask=True)
     model = FixedModel([1, 2, 3, 0, 4], seq_length=8, data=data)
     greedy(model, [4, 0, 4], limit=1)
-    positions_BS, attention_mask = model.inputs
-    assert positions_BS.tolist() == [[0, 1, 0]]
-    assert attention_mask[0, 0].tolist() == [[False, True, True], [False, False, True], [True, True, False]]
+    positions_BS, documents = model.inputs
+    assert positions_BS.tolist() == [[0, 1, 0]] and documents == [[2, 1]]
     plain = FixedModel([1, 2, 3, 0, 4], seq_length=8)
     greedy(plain, [4, 0, 4], limit=1)
     assert plain.inputs == (None, None)
