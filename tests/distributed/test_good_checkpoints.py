@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import Config, OptimizerName, Resume, WandbMode
+from tests.fuzz.mutations import sign
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -111,3 +112,17 @@ def test_links_in_a_run_folder_are_never_written_through(run_ranks, tiny_data, t
         if aside.exists():
             aside.rename(kept)
     assert target.read_text() == "precious" and list(outside.iterdir()) == []
+
+
+def test_generators_that_are_no_state_of_theirs_are_one_message(run_ranks, tiny_data, tmp_path):
+    config = config_of(tiny_data, tmp_path / "run", 1)
+    run_ranks("run_job", 1, config)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    path = checkpoint / "rng-00000-of-00001.safetensors"
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:start] + bytes(len(data) - start))
+    sign(checkpoint, path.name)
+    config.train.steps = 2
+    ((_, end),) = run_ranks(f"{HERE}:run_and_listen", 1, config)
+    assert str(end).startswith(f"{checkpoint}: the generators of rank 0 are no state of theirs")
