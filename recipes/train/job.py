@@ -181,7 +181,7 @@ class Job:
 
         def begin_records() -> None:
             self.wandb = open_run(self.folder, config.telemetry, True, run_id, to_plain(config))
-            describe_run(self.folder, config)
+            describe_run(self.folder, config, self.dataset)
 
         on_rank_zero(begin_records, config)
         self.timer = StepTimer()
@@ -197,7 +197,8 @@ class Job:
         names = [line.split()[1] for line in applied()]
         self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
         self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
-        for note in notes + [eval_set.note for eval_set in self.eval_sets.values() if eval_set.note]:
+        of_data = [self.dataset.note, *(eval_set.note for eval_set in self.eval_sets.values())]
+        for note in [*notes, *filter(None, of_data)]:
             self.progress.say(note)
 
     def _load(self, checkpoint: Checkpoint) -> list[str]:

@@ -20,9 +20,9 @@ from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.rotate import candidates
 from recipes.config import CheckpointLoad, Config, Resume
 from recipes.data import identity
-from recipes.data.dataset import DatasetInfo
+from recipes.data.dataset import DatasetInfo, copy_tokenizer
 from recipes.description import to_yaml
-from recipes.files import own_folder, replace_bytes, replace_text
+from recipes.files import own_folder, replace_text
 from recipes.run_folder import RunFolder
 from recipes.telemetry.environment import describe_environment
 from recipes.telemetry.summary import write_json
@@ -146,9 +146,9 @@ def _check(start: Start, config: Config, dataset: DatasetInfo) -> list[str]:
     return check_resume(config, dataset, start.checkpoint) + unused
 
 
-def describe_run(folder: Path, config: Config) -> None:
+def describe_run(folder: Path, config: Config, dataset: DatasetInfo) -> None:
     """Write what the run is, where it runs, and the tokenizer of its ids. No link is written through."""
     replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
-    for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
-        replace_bytes(folder / tokenizer.name, tokenizer.read_bytes())
+    if dataset.has_tokenizer():
+        copy_tokenizer(dataset.tokenizer(), folder)

@@ -1,7 +1,6 @@
 """Damaged and forged data folders: each is refused in one message that names the folder; none is loaded.
 
-RECIPES_FUZZ_CASES=3000 python -m pytest tests/fuzz/test_data.py tries more than the suite does; a seed that fails is kept in
-SEEDS.
+FUZZ=10 python -m pytest tests/fuzz/test_data.py tries ten times as many; a seed that fails is kept in SEEDS.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from recipes.data.dataset import load_dataset
+from tests.fuzz.judging import FACTOR
 from tools.index import main as index
 from tools.tokenizer import train
 
-CASES = int(os.environ.get("RECIPES_FUZZ_CASES", "200"))
+CASES = int(200 * FACTOR)
 SEEDS: list[int] = []  # that once failed, tried beside the first CASES
 BYTES = 300_000_000  # that all cases together may add to the memory
 EVIL_VALUES = [0, -1, 1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e300, None, True, "", "x", "\0", "\ud800"]
