@@ -53,6 +53,11 @@ class Start:
         """Steps that are done."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.step
 
+    def abandon(self) -> None:
+        """Leave no trace, in the folder, of a job that was refused later."""
+        if self.claim is not None:
+            self.claim.abandon()
+
 
 def decide_start(config: Config, dataset: DatasetInfo) -> Start:
     """Rank 0 claims the run folder; all ranks look at the bytes of the checkpoint; what is refused leaves no trace (a collective).
