@@ -67,6 +67,6 @@ def run_folder(checkpoint: Checkpoint) -> Path:
 def _start_alone() -> None:
     """What megatron-core's blocks need in a process without others."""
     apply_all(say=lambda line: None)
-    collectives.start()
+    collectives.start(Ranks())
     enter(Layout(1))
     tensor_parallel.model_parallel_cuda_manual_seed(0)
