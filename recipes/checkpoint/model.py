@@ -21,6 +21,7 @@ from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.trainer import check_trainer
 from recipes.config import Config, TransformerImpl
 from recipes.groups import enter
+from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
 from recipes.topology import Layout
 
