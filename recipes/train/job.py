@@ -148,7 +148,7 @@ class Job:
             records: dict[str, Any] = {"step": {}, "evaluation": {}}
             if self.ranks.rank == 0:
                 for row in read_metrics(self.folder / "metrics.jsonl"):
-                    records["evaluation" if "eval/lm_loss" in row else "step"] = row
+                    records["step" if "lm_loss" in row else "evaluation"] = row
             records = collectives.broadcast_json(records)
             self.last_values = {key: value for key, value in records["step"].items() if key != "step"}
             self.evaluated_step = records["evaluation"].pop("step", 0)
