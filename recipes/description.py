@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import re
+import sys
 import typing
 from typing import Any, TypeVar
 
@@ -201,6 +202,11 @@ class _Reader:
             if problem is not None:
                 self.found.append(f"{key}={schema.show(value)} {problem}{self._about(key)}")
                 return None
+        if (
+            kind is float and not abs(value) <= sys.float_info.max
+        ):  # infinite, no number, or an integer beyond all floats
+            self.found.append(f"{key}={schema.show(value)} must be finite{self._about(key)}")
+            return None
         return float(value) + 0.0 if kind is float else value  # + 0.0: no negative zero
 
     def anything(self, value: Any, key: str, depth: int) -> Any:
@@ -230,7 +236,9 @@ class _Reader:
 
     def _about(self, key: str) -> str:
         entry = schema.entry_of(key)
-        note = f" ({entry.note})" if entry is not None and entry.note else ""
+        if entry is None:  # of a record, or of the keys of a mapping
+            return ""
+        note = f" ({entry.note})" if entry.note else ""
         return f"{note}; {self._example(key)}"
 
     def _example(self, key: str) -> str:

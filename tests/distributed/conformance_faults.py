@@ -130,6 +130,7 @@ def stage_offset_off_by_one(rank: int) -> None:
         return [*others, [layer - (stages > 1) for layer in last]]
 
     gpt.stage_layers = shifted
+    gpt.check_complete = lambda *_: None  # which would refuse to build it
 
 
 def balance_twice_on_last_stage(rank: int) -> None:

@@ -36,14 +36,14 @@ VOCABULARIES = [(61, 16), (60, 128), (64, 16)]
 
 
 def configs() -> list[Config]:
-    """Every layout with padding of some sort, tied and untied in turn, so that each layout has both."""
-    dense = [TP2, TP4, PP2, PP2 | TP2]
+    """Layouts with padding of each sort, tied and untied in turn."""
+    dense = [TP2, TP2, TP4, PP2, PP2 | TP2]
     experts = [TP2 | EP2 | ETP1, TP2 | EP2 | ETP2, EP4, PP2 | EP2]
     layouts = [(tiny_config, changes) for changes in dense] + [(tiny_moe_config, changes) for changes in experts]
     found = []
-    for number, ((make, changes), (vocab, multiple)) in enumerate(itertools.product(layouts, VOCABULARIES)):
+    for number, ((make, changes), vocabulary) in enumerate(zip(layouts, itertools.cycle(VOCABULARIES), strict=False)):
         config = change(make(zero__stage=1, train__micro_batch_size=2), changes)
-        config.model.vocab_size, config.model.make_vocab_size_divisible_by = vocab, multiple
+        config.model.vocab_size, config.model.make_vocab_size_divisible_by = vocabulary
         config.model.share_embeddings_and_output_weights = number % 2 == 0
         found.append(config)
     return found
