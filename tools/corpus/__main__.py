@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"out": str(args.out), "domains": records}, indent=1) + "\n", "utf-8")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refuse(error)
     return 0
 

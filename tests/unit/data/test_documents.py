@@ -136,7 +136,7 @@ print((used() - before) // 1000)
             [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=50, check=True
         )
         message, megabytes = done.stdout.splitlines()
-        assert "has more than 8,388,608 bytes" in message and int(megabytes) < 100
+        assert "has more than 4,194,304 bytes" in message and int(megabytes) < 100
 
 
 def test_equal_values_of_a_column_are_not_held_together(tmp_path):
