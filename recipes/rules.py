@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,10 @@ def user_path(text: str) -> Path:
     """
     if (problem := PathText().problem(text)) is not None:
         raise ValueError(problem)
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:  # no such user, or one without a home
-        raise ValueError(f"{text.split('/')[0]} is no home folder; write ./{text} for a folder of that name") from error
+    expanded = os.path.expanduser(text)  # pathlib would take ./~x for the home folder of x
+    if text.startswith("~") and expanded == text:
+        raise ValueError(f"{text.split('/')[0]} is no home folder; write ./{text} for a folder of that name")
+    path = Path(expanded)
     if (problem := PathText().problem(str(path))) is not None:
         raise ValueError(problem)
     return path

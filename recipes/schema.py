@@ -135,6 +135,8 @@ def type_text(hint: Any) -> str:
         return f"a mapping like {{a:1,b:2}} in which each value is {type_text(options[1])}"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "one of " + ", ".join(hint.__members__)
+    if dataclasses.is_dataclass(hint):
+        return "a group of " + ", ".join(field.name for field in dataclasses.fields(hint))
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, "any value")
     return ", ".join([words, *(str(rule) for rule in rules if isinstance(rule, Range))])
 

@@ -26,6 +26,7 @@ from recipes.pretrain import ROOT, compose
 from recipes.process import STARTER, identity
 from recipes.telemetry.wandb_variables import for_own_run
 from recipes.validation import prepare, problems
+from tools.arguments import Parser, file_path, integer, refuse
 
 NUM_PROCESSES = 2
 _OURS = ("run.dir", "run.seed", "run.name", "run.resume", "experiment")
@@ -167,7 +168,7 @@ class Numbers(argparse.Action):
 
 def parser(module: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
     """What the command lines of comparisons share."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         f"python -m {module}",
         description=description,
         epilog=epilog,
@@ -175,9 +176,11 @@ def parser(module: str, description: str | None, epilog: str) -> argparse.Argume
     )
     top.set_defaults(more=[])
     top.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of all runs, as for recipes.pretrain")
-    top.add_argument("--steps", type=int, metavar="N", help="train.steps of all runs (default: the experiment's)")
-    top.add_argument("--runs", type=Path, metavar="FOLDER", help="folder for the run folders")
-    top.add_argument("--json", type=Path, metavar="FILE", help="results (default: in the folder of --out)")
+    top.add_argument(
+        "--steps", type=integer(1), metavar="N", help="train.steps of all runs (default: the experiment's)"
+    )
+    top.add_argument("--runs", type=file_path, metavar="FOLDER", help="folder for the run folders")
+    top.add_argument("--json", type=file_path, metavar="FILE", help="results (default: in the folder of --out)")
     return top
 
 
@@ -194,6 +197,5 @@ def run_command(run: Callable[[argparse.Namespace], None], arguments: argparse.N
         with stoppable():
             run(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import file_path, unicode_text
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
@@ -200,9 +202,15 @@ def _parser() -> argparse.ArgumentParser:
     top = parser("tools.btm", __doc__, _EPILOG)
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1, 2, 3], metavar="SEED", help="(default: 1 2 3)")
     top.add_argument(
-        "--experiments", default=",".join(EXPERIMENTS), metavar="A,B", help="by comma (default: %(default)s)"
+        "--experiments",
+        type=unicode_text,
+        default=",".join(EXPERIMENTS),
+        metavar="A,B",
+        help="by comma (default: %(default)s)",
     )
-    top.add_argument("--out", type=Path, default=Path("report/btm"), metavar="FOLDER", help="(default: report/btm)")
+    top.add_argument(
+        "--out", type=file_path, default=Path("report/btm"), metavar="FOLDER", help="(default: report/btm)"
+    )
     top.set_defaults(runs=Path("outputs/btm"))
     return top
 

@@ -21,6 +21,7 @@ import numpy as np
 from recipes.config import Config, DataConfig
 from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.data.loader import EvalBatch, EvalSet
+from tools.arguments import Parser, file_path, integer, refuse
 
 if TYPE_CHECKING:
     from recipes.checkpoint.format import Checkpoint
@@ -160,22 +161,24 @@ def score(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.evaluate",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
+        "checkpoint", type=file_path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="indexed text (default: data.path of the run)")
+    parser.add_argument("--data", type=file_path, metavar="FOLDER", help="indexed text (default: data.path of the run)")
     parser.add_argument("--split", choices=("valid", "test"), default="valid", help="(default: valid)")
-    parser.add_argument("--samples", type=int, metavar="N", help="sequences per domain (default: train.eval_samples)")
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="sequences at once (default: train.micro_batch_size)"
+        "--samples", type=integer(1), metavar="N", help="sequences per domain (default: train.eval_samples)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument(
+        "--batch-size", type=integer(1, 2**24), metavar="N", help="sequences at once (default: train.micro_batch_size)"
+    )
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the results here")
     return parser
 
 
@@ -247,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(arguments.json, results)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

@@ -30,6 +30,7 @@ from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
 from recipes.data.manifest import FORMAT_VERSION, MANIFEST, read_values
 from recipes.data.roles import ROLE_FILES
 from recipes.data.tokenizer import Tokenizer, load_tokenizer
+from tools.arguments import Parser, file_name, file_path, integer, refuse, unicode_text
 
 # Text handed to the tokenizer at once: enough to keep its threads busy, little enough to hold in memory.
 _BATCH_CHARACTERS = 2_000_000
@@ -255,24 +256,31 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.index",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", nargs="+", metavar="PATH", help="folders or files of text")
-    parser.add_argument("--tokenizer", metavar="PATH", help=".model, tokenizer.json or their folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument("--split", default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
-    parser.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
+    parser.add_argument("--input", nargs="+", type=file_name, metavar="PATH", help="folders or files of text")
+    parser.add_argument("--tokenizer", type=file_name, metavar="PATH", help=".model, tokenizer.json or their folder")
+    parser.add_argument("--out", type=file_path, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="threads that encode (default: all cores)"
+        "--split", type=unicode_text, default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)"
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=1234, help="of the split (default: 1234)")
+    parser.add_argument(
+        "--text-key",
+        type=unicode_text,
+        default="text",
+        help='JSONL key or Parquet column of the text (default: "text")',
+    )
+    parser.add_argument(
+        "--workers", type=integer(1, 4096), default=os.cpu_count() or 1, help="threads that encode (default: all cores)"
     )
     parser.add_argument(
         "--max-document-bytes",
-        type=int,
+        type=integer(1, 2**40),
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
         help=f"longest line or document that is read; memory is up to 250 times that (default: {MAX_DOCUMENT_BYTES})",
@@ -280,11 +288,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace a data set of other text or options")
     parser.add_argument(
         "--verify",
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="write nothing: compare every byte of a data set with its dataset.json",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the contents of dataset.json here too")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the contents of dataset.json here too")
     return parser
 
 
@@ -355,8 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

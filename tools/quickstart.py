@@ -17,6 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import file_path
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -148,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     from tools.arms import Numbers, parser
 
     top = parser("tools.quickstart", __doc__, _EPILOG)
-    top.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help="(default: report)")
+    top.add_argument("--out", type=file_path, default=Path("report"), metavar="FOLDER", help="(default: report)")
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1], metavar="SEED", help="(default: 1)")
     return top
 

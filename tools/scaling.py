@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import file_path
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -109,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1, 2, 3], metavar="SEED", help="(default: 1 2 3)")
     top.add_argument(
-        "--out", type=Path, default=Path("report/scaling"), metavar="FOLDER", help="(default: report/scaling)"
+        "--out", type=file_path, default=Path("report/scaling"), metavar="FOLDER", help="(default: report/scaling)"
     )
     top.set_defaults(runs=Path("outputs/scaling"))
     return top

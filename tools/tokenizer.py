@@ -20,6 +20,7 @@ from typing import Any
 
 from recipes.data.documents import MAX_DOCUMENT_BYTES, find_domains, read_documents
 from recipes.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
+from tools.arguments import Parser, file_name, integer, refuse, unicode_text
 
 # Text that tokenizers with default settings change: full- and half-width forms, circled digits, newlines, tabs,
 # repeated, leading, trailing and ideographic spaces, characters outside the BMP, joined emoji, combining marks.
@@ -205,33 +206,42 @@ def _write(path: Path, data: bytes) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m tools.tokenizer", description=__doc__, epilog=_EPILOG, formatter_class=raw
-    )
+    parser = Parser("python -m tools.tokenizer", description=__doc__, epilog=_EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="train a sentencepiece BPE model", epilog=_EPILOG, formatter_class=raw)
     command.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="folders or files <domain>.jsonl, ..."
+        "--input", nargs="+", type=file_name, required=True, metavar="PATH", help="folders or files <domain>.jsonl, ..."
     )
-    command.add_argument("--vocab-size", type=int, default=4096, help="pieces, special ones included (default: 4096)")
-    command.add_argument("--out", required=True, metavar="FILE", help="the model to write, *.model")
-    command.add_argument("--max-bytes", type=int, default=16_000_000, help="text to train on (default: 16000000)")
-    command.add_argument("--seed", type=int, default=1234, help="of the choice of lines (default: 1234)")
-    command.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
+    command.add_argument(
+        "--vocab-size", type=integer(1, 2**24), default=4096, help="pieces, special ones included (default: 4096)"
+    )
+    command.add_argument("--out", type=file_name, required=True, metavar="FILE", help="the model to write, *.model")
+    command.add_argument(
+        "--max-bytes", type=integer(1, 2**40), default=16_000_000, help="text to train on (default: 16000000)"
+    )
+    command.add_argument(
+        "--seed", type=integer(0, 2**32 - 1), default=1234, help="of the choice of lines (default: 1234)"
+    )
+    command.add_argument(
+        "--text-key",
+        type=unicode_text,
+        default="text",
+        help='JSONL key or Parquet column of the text (default: "text")',
+    )
     command.add_argument(
         "--max-document-bytes",
-        type=int,
+        type=integer(1, 2**40),
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
         help=f"longest line or document that is read (default: {MAX_DOCUMENT_BYTES})",
     )
     command = commands.add_parser("check", help="round trip of 16 hard texts", epilog=_EPILOG, formatter_class=raw)
-    command.add_argument("tokenizer", help=".model, tokenizer.json or their folder")
+    command.add_argument("tokenizer", type=file_name, help=".model, tokenizer.json or their folder")
     command = commands.add_parser("export-hf", help="write tokenizer.json", epilog=_EPILOG, formatter_class=raw)
-    command.add_argument("tokenizer", help=".model from the train command")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder for the two files")
+    command.add_argument("tokenizer", type=file_name, help=".model from the train command")
+    command.add_argument("--out", type=file_name, required=True, metavar="DIR", help="folder for the two files")
     for command in commands.choices.values():
-        command.add_argument("--json", metavar="FILE", help="write the results as JSON")
+        command.add_argument("--json", type=file_name, metavar="FILE", help="write the results as JSON")
     return parser
 
 
@@ -282,8 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             _write(Path(arguments.json), json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return code
 
 

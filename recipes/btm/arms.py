@@ -264,6 +264,8 @@ def material(described: Config) -> dict[str, Any]:
     kept = {key: value for key, value in to_plain(described).items() if key not in _IMMATERIAL}
     kept["data"] = {key: value for key, value in kept["data"].items() if key != "path"}
     kept["train"] = {key: value for key, value in kept["train"].items() if not key.startswith("eval_")}
+    if described.deepspeed.extra:
+        kept["deepspeed"] = {"extra": described.deepspeed.extra}
     return {**kept, "seed": described.run.seed}
 
 

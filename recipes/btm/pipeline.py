@@ -34,6 +34,7 @@ from recipes.btm.average import Average, check_alike, fresh_trainer, write
 from recipes.btm.mix import Mix
 from recipes.btm.mixing import as_mix, mix_cost, mix_moe
 from recipes.btm.pool import Job, command, device_shares, run_jobs
+from recipes.btm.resume import check_trained
 from recipes.btm.show import job_bars
 from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
@@ -79,6 +80,7 @@ class Pipeline:
 
     def run(self) -> None:
         """All stages up to the last one asked for."""
+        check_trained(self.made.values(), self.config, self.info, self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         text = to_yaml(self.config)
         replace_text(self.folder / "config.yaml", text)

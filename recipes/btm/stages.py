@@ -121,6 +121,12 @@ class Store:
         write_json(self.folder / artefact.path / STAMP, record)
 
 
+def recorded_inputs(folder: Path) -> Any:
+    """The inputs that the stamp of a folder records; None when it has no stamp."""
+    stamp = _read(folder)
+    return None if stamp is None else stamp["inputs"]
+
+
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     return json.loads(json.dumps(inputs))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SUFFIXES = (".jsonl.gz", ".jsonl", ".txt", ".parquet")
-# Tokenizers need 60 (sentencepiece) to 250 (Hugging Face) times the bytes of a document.
-MAX_DOCUMENT_BYTES = 8 << 20
+# Tokenizers need 60 (sentencepiece) to 250 (Hugging Face) times the bytes of a document: about 1 GB at most.
+MAX_DOCUMENT_BYTES = 4 << 20
 _PARQUET_ROWS = 16  # decoded at once: equal values are stored once and come out as many
 Report = Callable[[int], None]
 
@@ -141,14 +141,15 @@ def _read_parquet(path: Path, text_key: str, report: Report, max_bytes: int) -> 
     import pyarrow
     import pyarrow.parquet
 
+    row = 0
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20) as file:
             names, num_rows = file.schema_arrow.names, max(1, file.metadata.num_rows)
-            if text_key not in names:
+            if names.count(text_key) != 1:
                 raise ValueError(f'{path}: no column "{text_key}", it has {", ".join(names)}; name one with --text-key')
             kind = file.schema_arrow.field(text_key).type
             _check_average(path, file.metadata, text_key, max_bytes)
-            size, row = path.stat().st_size, 0
+            size = path.stat().st_size
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[text_key]):
                 for value in batch.column(0):
                     row += 1
@@ -162,7 +163,7 @@ def _read_parquet(path: Path, text_key: str, report: Report, max_bytes: int) -> 
                     yield value.as_py()
                 report(size * row // num_rows)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: row {row} is not UTF-8 ({error.reason})") from error
+        raise ValueError(f"{path}: damaged Parquet file (after row {row}: {error.reason})") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged Parquet file ({' '.join(str(error).split())})") from error
 

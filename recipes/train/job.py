@@ -119,11 +119,15 @@ class Job:
         self.first_step = self.start.step + 1
         self.guard = SpikeGuard(config.train)
         self.layout = layout_of(config, ranks.world_size)
-        self.model = GPT(config, self.layout).to(self.device)
-        self.engine = make_engine(self.model, registry(self.model, config), config)
-        self._open_data()
-        notes = [] if self.start.checkpoint is None else self._load(self.start.checkpoint)
-        self._open_telemetry(notes)  # after all that may fail, so that no W&B run is left open
+        try:
+            self.model = GPT(config, self.layout).to(self.device)
+            self.engine = make_engine(self.model, registry(self.model, config), config)
+            self._open_data()
+            notes = [] if self.start.checkpoint is None else self._load(self.start.checkpoint)
+            self._open_telemetry(notes)  # after all that may fail, so that no W&B run is left open
+        except ValueError:
+            self.start.abandon()
+            raise
         self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
         self._remember()
         self.stop = Stop(  # until here a signal ends the process at once: nothing is lost
@@ -144,7 +148,7 @@ class Job:
             records: dict[str, Any] = {"step": {}, "evaluation": {}}
             if self.ranks.rank == 0:
                 for row in read_metrics(self.folder / "metrics.jsonl"):
-                    records["evaluation" if "eval/lm_loss" in row else "step"] = row
+                    records["step" if "lm_loss" in row else "evaluation"] = row
             records = collectives.broadcast_json(records)
             self.last_values = {key: value for key, value in records["step"].items() if key != "step"}
             self.evaluated_step = records["evaluation"].pop("step", 0)
@@ -177,7 +181,7 @@ class Job:
 
         def begin_records() -> None:
             self.wandb = open_run(self.folder, config.telemetry, True, run_id, to_plain(config))
-            describe_run(self.folder, config)
+            describe_run(self.folder, config, self.dataset)
 
         on_rank_zero(begin_records, config)
         self.timer = StepTimer()
@@ -193,7 +197,8 @@ class Job:
         names = [line.split()[1] for line in applied()]
         self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
         self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
-        for note in notes + [eval_set.note for eval_set in self.eval_sets.values() if eval_set.note]:
+        of_data = [self.dataset.note, *(eval_set.note for eval_set in self.eval_sets.values())]
+        for note in [*notes, *filter(None, of_data)]:
             self.progress.say(note)
 
     def _load(self, checkpoint: Checkpoint) -> list[str]:

@@ -20,9 +20,9 @@ from recipes.checkpoint.format import Checkpoint
 from recipes.checkpoint.rotate import candidates
 from recipes.config import CheckpointLoad, Config, Resume
 from recipes.data import identity
-from recipes.data.dataset import DatasetInfo
+from recipes.data.dataset import DatasetInfo, copy_tokenizer
 from recipes.description import to_yaml
-from recipes.files import own_folder, replace_bytes, replace_text
+from recipes.files import own_folder, replace_text
 from recipes.run_folder import RunFolder
 from recipes.telemetry.environment import describe_environment
 from recipes.telemetry.summary import write_json
@@ -52,6 +52,11 @@ class Start:
     def step(self) -> int:
         """Steps that are done."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.step
+
+    def abandon(self) -> None:
+        """Leave no trace, in the folder, of a job that was refused later."""
+        if self.claim is not None:
+            self.claim.abandon()
 
 
 def decide_start(config: Config, dataset: DatasetInfo) -> Start:
@@ -106,7 +111,7 @@ def _choose(folder: Path, config: Config) -> Checkpoint | None:
 
     looked = on_rank_zero(look, config)
     found = Places([Path(path) for path in looked["folders"]], looked["passed_over"])
-    if not found.folders and not found.passed_over:
+    if not found.folders:
         return None
     mine = any(path.parents[1] == folder for path in found.folders)
     weights_only = not mine and config.checkpoint.load is CheckpointLoad.weights
@@ -120,12 +125,12 @@ def _places(folder: Path, config: Config) -> Places:
     source = config.checkpoint.load_from
     if config.run.resume is Resume.auto:
         found = Places(*candidates(own_folder(folder / "checkpoints", make=False), config.checkpoint.load_step))
-        if found.folders or found.passed_over:
+        if found.folders:
             return found
         print(f"no checkpoint in {folder}: starting at {source or 'step 1'}", flush=True)
     if source is None:
         return Places([])
-    return places(Path(source).absolute(), WEIGHTS if config.checkpoint.load is CheckpointLoad.weights else None)
+    return places(Path(source).absolute())
 
 
 def _check(start: Start, config: Config, dataset: DatasetInfo) -> list[str]:
@@ -141,9 +146,9 @@ def _check(start: Start, config: Config, dataset: DatasetInfo) -> list[str]:
     return check_resume(config, dataset, start.checkpoint) + unused
 
 
-def describe_run(folder: Path, config: Config) -> None:
+def describe_run(folder: Path, config: Config, dataset: DatasetInfo) -> None:
     """Write what the run is, where it runs, and the tokenizer of its ids. No link is written through."""
     replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "environment.json", describe_environment(applied()))
-    for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
-        replace_bytes(folder / tokenizer.name, tokenizer.read_bytes())
+    if dataset.has_tokenizer():
+        copy_tokenizer(dataset.tokenizer(), folder)

@@ -85,6 +85,9 @@ def test_every_key_must_be_there(key):
     plain = copy.deepcopy(to_plain(Config()))
     group, name = key.split(".")
     del plain[group][name]
+    if key in LATER:  # what was written before there was such a key
+        assert to_plain(check_description(plain)) == to_plain(Config())
+        return
     with pytest.raises(ValueError, match=f"^{key}: is missing$"):
         check_description(plain)
     assert to_plain(check_description(plain, complete=False)) == to_plain(Config())
