@@ -24,7 +24,7 @@ from recipes.data.manifest import (
     write_manifest,
 )
 from recipes.data.roles import ROLE_FILES
-from recipes.data.tokenizer import Tokenizer, file_sha256, load_tokenizer
+from recipes.data.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, file_sha256, load_tokenizer
 from recipes.files import replace_bytes
 
 __all__ = [
@@ -165,6 +165,10 @@ def _load(folder: Path, verify: bool | None) -> DatasetInfo:
     )
     total = sum(_check_sizes(info, domain, split) for domain, splits in info.domains.items() for split in splits)
     for name, digest in manifest.tokenizer_files.items():
+        if (size := regular_size(folder / name)) > MAX_TOKENIZER_BYTES:
+            raise ValueError(
+                f"{folder / name}: {size} bytes, no tokenizer is larger than {MAX_TOKENIZER_BYTES}; {AGAIN}"
+            )
         _check_content(folder / name, digest)
     if info.has_tokenizer():
         info.tokenizer()
@@ -199,7 +203,12 @@ def _check_sizes(info: DatasetInfo, domain: str, split: str) -> int:
             f"{prefix}.bin: {header.num_documents} documents and {header.num_tokens} tokens, "
             f"{MANIFEST} says {size.documents} and {size.tokens}; {AGAIN}"
         )
-    return sum(regular_size(Path(f"{prefix}.{suffix}")) for suffix, _ in _digests(size))
+    sizes = {suffix: regular_size(Path(f"{prefix}.{suffix}")) for suffix, _ in _digests(size)}
+    if sizes.get("bytes", 8 * size.documents) != 8 * size.documents:
+        raise ValueError(
+            f"{prefix}.bytes: {sizes['bytes']} bytes are not 8 for each of {size.documents} documents; {AGAIN}"
+        )
+    return sum(sizes.values())
 
 
 def _digests(size: SplitInfo) -> list[tuple[str, str | None]]:

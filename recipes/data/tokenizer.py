@@ -20,7 +20,7 @@ EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>")
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>")
 EOS_TOKENS = ("</s>", "<eos>", *EOD_TOKENS)
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>")
-_MAX_FILE_BYTES = 1 << 28  # of a tokenizer's file; those of 256,000 pieces have 35 MB
+MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer's file; those of 256,000 pieces have 35 MB
 
 
 class Tokenizer(ABC):
@@ -236,8 +236,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path = found[0]
     if not path.is_file():
         raise ValueError(f"{path}: no such tokenizer file; train one with `python -m tools.tokenizer train`")
-    if (size := path.stat().st_size) > _MAX_FILE_BYTES:
-        raise ValueError(f"{path}: {size} bytes, no tokenizer is larger than {_MAX_FILE_BYTES}")
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"{path}: {size} bytes, no tokenizer is larger than {MAX_TOKENIZER_BYTES}")
     if path.suffix == ".model":
         return SentencePieceTokenizer(path)
     if path.suffix == ".json":
