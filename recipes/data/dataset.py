@@ -178,8 +178,8 @@ def _load(folder: Path, verify: bool | None) -> DatasetInfo:
         return replace(info, note=f"{folder}: {total:,} bytes, of which only sizes were checked; check all by `{how}`")
     for domain, splits in info.domains.items():
         for split, recorded in splits.items():
-            for suffix, digest in _digests(recorded):
-                _check_content(Path(f"{info.prefix(domain, split)}.{suffix}"), digest)
+            for suffix, sha256 in _digests(recorded):
+                _check_content(Path(f"{info.prefix(domain, split)}.{suffix}"), sha256)
             if recorded.content is None:
                 info.open(domain, split)  # compares what the files say with each other, at least
     if manifest.format_version == 1:
