@@ -37,7 +37,7 @@ class SpikeGuard:
         if self.in_a_row > self.limit:
             raise DivergedError(
                 f"{self.in_a_row} steps in a row were skipped, the last because {reason}; lower optimizer.lr, or allow "
-                f"more by train.max_skipped_steps (now {self.limit})"
+                f"more by train.max_skipped_steps (now {self.limit}), or go back by checkpoint.load_step=N to a step before"
             )
         return reason
 
