@@ -83,7 +83,7 @@ _install:
 	@$(PIP) download --no-deps --only-binary :all: --dest $(PINNED) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))"
 	@$(PIP) install --require-hashes --no-deps --no-index --find-links $(PINNED) -r $(PINNED)/torch
 	@$(PIP) install --require-hashes --no-build-isolation -c $(LOCK) -r $(PINNED)/needed
-	@$(PIP) install --no-deps --no-build-isolation -e .
+	@PYTHONWARNINGS=ignore $(PIP) install --no-deps --no-build-isolation -e .
 	@rm -r $(PINNED)
 
 data/small/dataset.json: | $(READY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import socket
@@ -124,16 +125,33 @@ def _is_apart() -> bool:
     return getattr(_apart, "groups", None) is not None
 
 
-def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that stands for `group` in this thread."""
-    if not _is_apart():
-        return group
+def _own(group: dist.ProcessGroup | None) -> Any:  # ProcessGroupGloo, whose collectives torch does not declare
+    """This thread's group of the same ranks. torch would name a new group by how many there are, which ranks differ in."""
     members = tuple(dist.get_process_group_ranks(group))
     if members not in _apart.groups:
-        _apart.groups[members] = dist.new_group(
-            list(members), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
+        name = f"apart/{hashlib.sha256(str(members).encode()).hexdigest()}"
+        place = (members.index(dist.get_rank()), len(members))
+        _apart.groups[members] = dist.ProcessGroupGloo(dist.PrefixStore(name, store()), *place, TIMEOUT)
     return _apart.groups[members]
+
+
+def _all_reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if dist.get_world_size(group) == 1:
+        return value
+    if not _is_apart():
+        dist.all_reduce(value, op=op, group=group)
+        return value
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    _own(group).allreduce([value], options).wait()
+    return value
+
+
+def _all_gather(parts: list[torch.Tensor], value: torch.Tensor) -> None:
+    if _is_apart():
+        _own(None).allgather([parts], [value]).wait()
+    else:
+        dist.all_gather(parts, value)
 
 
 def rank() -> int:
@@ -143,16 +161,12 @@ def rank() -> int:
 
 def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Add `value` over the ranks of `group`, in place, and return it."""
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(value, group=_own(group))
-    return value
+    return _all_reduce(value, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The largest `value` of the ranks of `group`, element by element, in place."""
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_own(group))
-    return value
+    return _all_reduce(value, dist.ReduceOp.MAX, group)
 
 
 def join_fragments(flat: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -176,22 +190,30 @@ def gather_json(value: Any) -> list[Any]:
     if world_size == 1:
         return [json.loads(json.dumps(value))]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device())
-    group = _own(None)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device()), group=group)
+    _all_gather(sizes, torch.tensor([payload.numel()], device=device()))
     widest = max(int(size) for size in sizes)
     padded = torch.zeros(widest, dtype=torch.uint8, device=device())
     padded[: payload.numel()] = payload
     gathered = [torch.zeros_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
+    _all_gather(gathered, padded)
     return [
         json.loads(bytes(row[: int(size)].cpu().tolist()).decode()) for row, size in zip(gathered, sizes, strict=True)
     ]
 
 
+def same_on_all_ranks(value: Any) -> bool:
+    """Whether all ranks gave the same JSON-able value."""
+    first, *others = gather_json(value)
+    return all(other == first for other in others)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
-    dist.barrier(group=_own(None))
+    if not _is_apart():
+        dist.barrier()
+    elif dist.get_world_size() > 1:
+        _own(None).barrier().wait()
 
 
 def send(value: torch.Tensor, rank: int) -> None:

@@ -10,39 +10,83 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
+import re
+import sys
 import typing
-from typing import Any
+from collections.abc import Container
+from typing import Any, TypeVar
+
+import yaml
 
 from recipes import schema
-from recipes.config import Config
+from recipes.config import Config, to_plain
 from recipes.rules import Length, Range, Text
 
+Record = TypeVar("Record")
 MISSING = "???"  # OmegaConf's mark of a value that somebody has to fill in
 MAX_SHOWN = 20  # problems in one message
 MAX_DEPTH, MAX_ITEMS = 16, 10_000  # of values that have no type of their own (`deepspeed.extra`)
 # Keys that descriptions written before them lack; their default is what was done then.
-LATER: frozenset[str] = frozenset()
+LATER = frozenset({"run.resume_with", "checkpoint.load", "checkpoint.save_interval_minutes"})
 
 
 def check_description(plain: Any, *, complete: bool = True) -> Config:
     """The description that `plain` (nested dicts, as `config.to_plain` makes them) holds.
 
-    `complete`: every key must be there; else those left out have their defaults. Raises ValueError with one message that names
-    every key that is unknown, missing, of another type or out of range.
+    `complete`: every key must be there; else those left out have their defaults. Keys of earlier versions are passed over. Raises
+    ValueError with one message that names every key that is unknown, missing, of another type or out of range.
     """
-    config, found = read_description(plain, complete=complete)
+    config, found = read_description(plain, complete=complete, earlier=True)
     if found:
         raise ValueError(one_message(found))
     return config
 
 
-def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list[str]]:
+def read_description(plain: Any, *, complete: bool = True, earlier: bool = False) -> tuple[Config, list[str]]:
     """As `check_description`, with the problems as a list; what has a problem has its default in the description."""
-    reader = _Reader(complete)
+    reader = _Reader(complete, schema.REMOVED if earlier else ())
     config = reader.group(Config, plain, "")
     return config if isinstance(config, Config) else Config(), reader.found
+
+
+def read_record(kind: type[Record], plain: Any) -> Record:
+    """An instance of the dataclass `kind`, any, from plain values; keys that it does not have are passed over.
+
+    Raises ValueError with one message that names every key that is missing or of another type.
+    """
+    if not isinstance(plain, dict):
+        raise ValueError(f"must be a mapping, not {schema.show(plain)}")
+    reader = _Reader(complete=True)
+    record = reader.record(kind, plain, "")
+    if reader.found:
+        raise ValueError(one_message(reader.found))
+    return record
+
+
+def to_yaml(config: Config) -> str:
+    """The description as YAML, from which every reader gets text back where there was text.
+
+    YAML 1.2, and OmegaConf, take `1e5` for a number where YAML 1.1 does not: it is written in quotes, too.
+    """
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0o[0-7]+|[-+]?\.?(inf|nan)", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{_NUMBER.pattern})$", re.IGNORECASE), None)
+
+
+def read_value(hint: Any, value: Any, key: str) -> list[str]:
+    """The problems of a single value of type `hint`."""
+    reader = _Reader(complete=True)
+    reader.value(hint, value, key)
+    return reader.found
 
 
 def one_message(problems: list[str]) -> str:
@@ -53,9 +97,15 @@ def one_message(problems: list[str]) -> str:
     return "\n  - ".join([f"{len(problems)} problems", *problems[:MAX_SHOWN], *more])
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of the fields of a dataclass, with their rules."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 class _Reader:
-    def __init__(self, complete: bool):
-        self.complete, self.items = complete, 0
+    def __init__(self, complete: bool, earlier: Container[str] = ()):
+        self.complete, self.earlier, self.items = complete, earlier, 0
         self.found: list[str] = []
 
     def group(self, kind: Any, value: Any, key: str) -> Any:
@@ -66,8 +116,9 @@ class _Reader:
                 f"{key or 'description'}={schema.show(value)}: is a group of settings, not a value; {ways_out}"
             )
             return kind()
-        hints, prefix, read = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else "", {}
-        for name in itertools.islice((name for name in value if name not in hints), MAX_SHOWN):
+        hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
+        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in self.earlier)
+        for name in itertools.islice(unknown, MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():
             full = f"{prefix}{name}"
@@ -77,6 +128,18 @@ class _Reader:
             elif self.complete and full not in LATER:
                 self.found.append(f"{full}: is missing")
         return kind(**read)
+
+    def record(self, kind: Any, value: dict, key: str) -> Any:
+        """An instance of any dataclass; None when the value has a problem."""
+        hints, before, prefix = (
+            typing.get_type_hints(kind, include_extras=True),
+            len(self.found),
+            f"{key}." if key else "",
+        )
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+        self.found += [f"{prefix}{name}: is missing" for name in needed if name not in value]
+        read = {name: self.value(hint, value[name], f"{prefix}{name}") for name, hint in hints.items() if name in value}
+        return kind(**read) if len(self.found) == before else None
 
     def entry(self, hint: Any, value: Any, key: str) -> Any:
         """The value of one key; its default when it is not legal."""
@@ -96,6 +159,8 @@ class _Reader:
         options = typing.get_args(kind)
         if kind is Any:
             return self.anything(value, key, 1)
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return self.record(kind, value, key)
         if typing.get_origin(kind) in (list, dict) and isinstance(value, typing.get_origin(kind)):
             return self._collection(value, options, rules, key)
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -137,6 +202,11 @@ class _Reader:
             if problem is not None:
                 self.found.append(f"{key}={schema.show(value)} {problem}{self._about(key)}")
                 return None
+        if (
+            kind is float and not abs(value) <= sys.float_info.max
+        ):  # infinite, no number, or an integer beyond all floats
+            self.found.append(f"{key}={schema.show(value)} must be finite{self._about(key)}")
+            return None
         return float(value) + 0.0 if kind is float else value  # + 0.0: no negative zero
 
     def anything(self, value: Any, key: str, depth: int) -> Any:
@@ -166,7 +236,9 @@ class _Reader:
 
     def _about(self, key: str) -> str:
         entry = schema.entry_of(key)
-        note = f" ({entry.note})" if entry is not None and entry.note else ""
+        if entry is None:  # of a record, or of the keys of a mapping
+            return ""
+        note = f" ({entry.note})" if entry.note else ""
         return f"{note}; {self._example(key)}"
 
     def _example(self, key: str) -> str:

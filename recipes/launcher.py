@@ -12,6 +12,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from recipes.text import shown
+
 _SWITCHES = {"--help": "help", "-h": "help", "--version": "version", "--dry-run": "dry_run"}
 _LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 _DEEPSPEED_FLAGS = ("--deepspeed", "--deepspeed_config", "--deepspeed_mpi", "--deepscale", "--deepscale_config")
@@ -71,13 +73,13 @@ def split_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Argument
     in any form and position. Raises ValueError for an unknown flag, a missing value, or a local rank that is not
     LOCAL_RANK.
     """
-    words = list(argv)
+    words = list(reversed(argv))  # the next one is the last
     overrides: list[str] = []
     ignored: list[str] = []
     switches: dict[str, bool] = {}
     json: str | None = None
     while words:
-        word = words.pop(0)
+        word = words.pop()
         flag, has_value, value = word.partition("=")
         if not word.startswith("-"):
             overrides.append(word)
@@ -85,24 +87,26 @@ def split_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Argument
             _check_local_rank(flag, value if has_value else _next(words, flag), environ)
         elif flag in _DEEPSPEED_FLAGS:
             # A file name may follow as a word of its own; an override has "=" or starts with "~".
-            follows = words and not has_value and "=" not in words[0] and words[0][0:1] not in ("-", "~")
-            ignored.append(" ".join([word, words.pop(0)]) if follows else word)
+            follows = words and not has_value and "=" not in words[-1] and words[-1][0:1] not in ("-", "~")
+            ignored.append(" ".join([word, words.pop()]) if follows else word)
         elif flag == "--json":
             json = value if has_value else _next(words, flag)
         elif word in _SWITCHES:
             switches[_SWITCHES[word]] = True
         else:
             flags = ", ".join([*_SWITCHES, "--json FILE"])
-            raise ValueError(f"{word}: unknown flag; there are {flags}. Settings are written key=value, without dashes")
+            raise ValueError(
+                f"{shown(word)}: unknown flag; there are {flags}. Settings are written key=value, without dashes"
+            )
     if json is not None and "dry_run" not in switches:
-        raise ValueError(f"--json {json}: writes the plan of --dry-run; give both or neither")
+        raise ValueError(f"--json {shown(json)}: writes the plan of --dry-run; give both or neither")
     return Arguments(tuple(overrides), json=json, ignored=tuple(ignored), **switches)
 
 
 def _next(words: list[str], flag: str) -> str:
-    if not words or words[0].startswith("--"):
+    if not words or words[-1].startswith("--"):
         raise ValueError(f"{flag}: a value must follow")
-    return words.pop(0)
+    return words.pop()
 
 
 def _check_local_rank(flag: str, value: str, environ: Mapping[str, str]) -> None:
@@ -110,10 +114,10 @@ def _check_local_rank(flag: str, value: str, environ: Mapping[str, str]) -> None
     try:
         argument = int(value)
     except ValueError:
-        raise ValueError(f"{flag}={value}: must be an integer; launchers add it, so leave it out") from None
+        raise ValueError(f"{flag}={shown(value)}: must be an integer; launchers add it, so leave it out") from None
     expected = environ.get("LOCAL_RANK")
     if expected is not None and argument not in (-1, _integer(environ, "LOCAL_RANK")):
-        raise ValueError(f"{flag}={value} but LOCAL_RANK={expected} in the environment; leave the argument out")
+        raise ValueError(f"{flag}={shown(value)} but LOCAL_RANK={expected} in the environment; leave the argument out")
 
 
 def rank_environment(environ: Mapping[str, str], launcher: str = "") -> Ranks:

@@ -117,14 +117,36 @@ def stage_layers(config: Config, stages: int) -> list[list[int]]:
 def logical_tensors(config: Config) -> dict[str, LogicalTensor]:
     """Every logical tensor of the model by name, in forward order. `model.vocab_size` must be known."""
     model = config.model
-    assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
-    tensors = [LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)]
+    first, *last = _outer_tensors(model)
+    tensors, counts = [first], expert_counts(config)
     for layer in range(model.num_layers):
-        tensors += _block_tensors(config, layer)
-    tensors += _norm_tensors(model, "final_norm", model.hidden_size)
+        tensors += _block_tensors(config, layer, counts.get(layer, 0))
+    return {tensor.name: tensor for tensor in [*tensors, *last]}
+
+
+def tensor_kinds(config: Config) -> Iterator[tuple[LogicalTensor, list[int], int]]:
+    """Every logical tensor, but one for all that are alike: the tensor, the layers that have it (none: it is of no layer), and how
+    many of it each of them has.
+
+    Layers with equally many experts are alike, and so are the experts of a layer: the sizes of a model of any depth follow at once.
+    """
+    counts, alike = expert_counts(config), {}  # type: ignore[var-annotated]
+    for layer in range(config.model.num_layers):
+        alike.setdefault(counts.get(layer, 0), []).append(layer)
+    for tensor in _outer_tensors(config.model):
+        yield tensor, [], 1
+    for num_experts, layers in alike.items():
+        for tensor in _block_tensors(config, layers[0], num_experts, listed=min(1, num_experts)):
+            yield tensor, layers, num_experts if ".moe.experts." in tensor.name else 1
+
+
+def _outer_tensors(model: ModelConfig) -> Iterator[LogicalTensor]:
+    """Those of no layer."""
+    assert model.vocab_size is not None, "the vocabulary size is filled in from the tokenizer before tensors are named"
+    yield LogicalTensor("embedding.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)
+    yield from _norm_tensors(model, "final_norm", model.hidden_size)
     if not model.share_embeddings_and_output_weights:
-        tensors.append(LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std))
-    return {tensor.name: tensor for tensor in tensors}
+        yield LogicalTensor("head.weight", (model.vocab_size, model.hidden_size), std=model.init_method_std)
 
 
 def _norm_tensors(model: ModelConfig, name: str, width: int) -> Iterator[LogicalTensor]:
@@ -153,7 +175,8 @@ def _residual_std(model: ModelConfig) -> float:
     return model.init_method_std / math.sqrt(2 * model.num_layers)
 
 
-def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
+def _block_tensors(config: Config, layer: int, num_experts: int, listed: int | None = None) -> Iterator[LogicalTensor]:
+    """Of a layer with `num_experts` (0: a dense one), of which the first `listed` are named; None: all."""
     model, prefix = config.model, f"layers.{layer}"
     hidden, width = model.hidden_size, head_width(model)
     query, kv = width * model.num_attention_heads, width * num_kv_heads(model)
@@ -166,18 +189,18 @@ def _block_tensors(config: Config, layer: int) -> Iterator[LogicalTensor]:
         yield from _norm_tensors(model, f"{prefix}.attention.k_norm", width)
     yield from _linear_tensors(f"{prefix}.attention.out", hidden, query, _residual_std(model), bias)
     yield from _norm_tensors(model, f"{prefix}.ffn_norm", hidden)
-    if layer not in moe_layers(config):
+    if not num_experts:
         yield from _mlp_tensors(config, f"{prefix}.ffn", ffn_width(model), bias)
         return
-    yield from _moe_tensors(config, f"{prefix}.moe", num_moe_experts(config, layer))
+    yield from _moe_tensors(config, f"{prefix}.moe", num_experts, num_experts if listed is None else listed)
 
 
-def _moe_tensors(config: Config, prefix: str, num_experts: int) -> Iterator[LogicalTensor]:
+def _moe_tensors(config: Config, prefix: str, num_experts: int, listed: int) -> Iterator[LogicalTensor]:
     moe, hidden, std = config.moe, config.model.hidden_size, config.model.init_method_std
     scale = math.sqrt(moe.moe_init_scale)  # of deviations (Fedus et al. 2021, arXiv 2101.03961, sec. 2.4)
     if learns_routes(moe):
         yield from _linear_tensors(f"{prefix}.router", num_experts, hidden, scale * std, bias=False)
-    for expert in range(num_experts):
+    for expert in range(listed):
         yield from _mlp_tensors(config, f"{prefix}.experts.{expert}", expert_width(config), scale=scale)
     if moe.moe_shared_expert_intermediate_size:
         yield from _mlp_tensors(config, f"{prefix}.shared", moe.moe_shared_expert_intermediate_size)
@@ -194,12 +217,38 @@ def padded_vocab_size(model: ModelConfig, tensor_parallel_size: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
+_ROWS_DIVIDED = ("embedding", "head", "q", "k", "v", "gate", "up")
+_COLUMNS_DIVIDED = ("out", "down")
+
+
+def divided_axis(name: str) -> int | None:
+    """The axis along which ranks divide a logical tensor: tensor-parallel ones, or expert-tensor-parallel ones what belongs to a
+    layer with experts. None: it is replicated."""
+    module, kind = name.split(".")[-2:]
+    if module in _ROWS_DIVIDED:
+        return 0
+    return 1 if module in _COLUMNS_DIVIDED and kind == "weight" else None
+
+
 @dataclass(frozen=True)
 class Shard:
     """The `index`-th of `count` equal parts."""
 
     index: int = 0
     count: int = 1
+
+    def box(self, tensor: LogicalTensor, padded: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and shape of this part of a tensor, the whole of a replicated one.
+
+        `padded`: length of the divided axis with its padding, which belongs to no box; a part that is all padding has length 0.
+        """
+        offsets, shape, axis = [0] * len(tensor.shape), list(tensor.shape), divided_axis(tensor.name)
+        if axis is not None:
+            length, rest = divmod(padded or shape[axis], self.count)
+            assert not rest, (tensor.name, padded or shape[axis], self.count)
+            offsets[axis] = min(self.index * length, shape[axis])
+            shape[axis] = min(length, shape[axis] - offsets[axis])
+        return tuple(offsets), tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -209,6 +258,10 @@ class Place:
     tensor: Shard = Shard()
     expert_tensor: Shard = Shard()
     experts: Shard = Shard()
+
+    def shard(self, name: str) -> Shard:
+        """This rank's part of a logical tensor, if it is divided."""
+        return self.expert_tensor if ".moe." in name else self.tensor
 
 
 @dataclass(frozen=True)
@@ -260,11 +313,6 @@ class LocalParameter:
     tied: bool = False
 
     @property
-    def numel(self) -> int:
-        """True elements (ZeRO-3 may have taken them away)."""
-        return sum(math.prod(piece.shape) for piece in self.pieces)
-
-    @property
     def weight_decay(self) -> bool:
         """Matrices decay; norms and biases do not."""
         return not self.pieces or len(self.pieces[0].global_shape) > 1
@@ -286,25 +334,14 @@ def assemble(parts: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Ten
     return whole
 
 
-def _part(
-    tensor: LogicalTensor,
-    view: tuple[int, ...],
-    dim: int,
-    start: int,
-    length: int,
-    axis: int = 0,
-    shard: Shard = Shard(),
-) -> Piece:
-    """The piece holding `shard` of the logical tensor along `axis`; where it lies in the parameter: see Piece."""
-    shape, offsets = list(tensor.shape), [0] * len(tensor.shape)
-    shape[axis] //= shard.count
-    offsets[axis] = shard.index * shape[axis]
-    return Piece(tensor.name, tensor.shape, tuple(offsets), tuple(shape), view, dim, start, length)
+def _part(tensor: LogicalTensor, place: Place, view: tuple[int, ...], dim: int, start: int, length: int) -> Piece:
+    """The piece holding a rank's part of the logical tensor; where it lies in the parameter: see Piece."""
+    return Piece(tensor.name, tensor.shape, *place.shard(tensor.name).box(tensor), view, dim, start, length)
 
 
-def _all(tensor: LogicalTensor, shape: tuple[int, ...], axis: int = 0, shard: Shard = Shard()) -> Piece:
+def _all(tensor: LogicalTensor, place: Place, shape: tuple[int, ...]) -> Piece:
     """The piece that is a whole parameter of `shape`."""
-    return _part(tensor, shape, 0, 0, shape[0], axis, shard)
+    return _part(tensor, place, shape, 0, 0, shape[0])
 
 
 # megatron-core's parameter names within a block, and the logical tensor that each holds whole.
@@ -321,14 +358,10 @@ _BLOCK_NAMES = {
 }
 
 
-# Row-parallel matrices: the columns are divided, and a bias is whole on every rank.
-_ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
-
-
 def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
     """Pieces of the block parameter called `name`, of local shape `shape`, in global layer `layer`."""
     model = config.model
-    tensors = {t.name: t for t in _block_tensors(config, layer)}
+    tensors = {t.name: t for t in _block_tensors(config, layer, expert_counts(config).get(layer, 0))}
     if name.startswith("mlp.") and layer in moe_layers(config):
         first = place.experts.index * num_moe_experts(config, layer) // place.experts.count
         return _moe_pieces(config, tensors, f"layers.{layer}.moe", name.removeprefix("mlp."), shape, place, first)
@@ -344,19 +377,13 @@ def block_pieces(config: Config, layer: int, name: str, shape: tuple[int, ...], 
         queries = model.num_attention_heads // num_kv_heads(model)
         view = (groups, queries + 2, width, *shape[1:])
         spans = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
-        return tuple(
-            _part(tensor(f"attention.{part}"), view, 1, *span, shard=place.tensor) for part, span in spans.items()
-        )
+        return tuple(_part(tensor(f"attention.{part}"), place, view, 1, *span) for part, span in spans.items())
     if module == "mlp.linear_fc1":
         if model.activation is Activation.gelu:
-            return (_all(tensor("ffn.up"), shape, shard=place.tensor),)
+            return (_all(tensor("ffn.up"), place, shape),)
         view = (2, shape[0] // 2, *shape[1:])
-        return tuple(
-            _part(tensor(f"ffn.{part}"), view, 0, at, 1, shard=place.tensor) for at, part in enumerate(("gate", "up"))
-        )
-    if module in _ROW_PARALLEL and kind == "weight":
-        return (_all(tensor(_BLOCK_NAMES[module]), shape, axis=1, shard=place.tensor),)
-    return (_all(tensor(_BLOCK_NAMES[module]), shape),)
+        return tuple(_part(tensor(f"ffn.{part}"), place, view, 0, at, 1) for at, part in enumerate(("gate", "up")))
+    return (_all(tensor(_BLOCK_NAMES[module]), place, shape),)
 
 
 # Of the stock layer each expert is a module of its own; ours holds them as stacks.
@@ -381,7 +408,7 @@ def _moe_pieces(
 ) -> tuple[Piece, ...]:
     """Pieces of a parameter of recipes.moe.layer.MoeLayer; the rank's experts are those from `first` on."""
     if name in _WHOLE:
-        return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], shape),)
+        return (_all(tensors[f"{prefix}.{_WHOLE[name]}"], place, shape),)
     names_w1 = ("gate", "up") if config.model.activation is Activation.swiglu else ("up",)
 
     def matrices(module: str, kind: str) -> list[LogicalTensor]:
@@ -396,26 +423,19 @@ def _moe_pieces(
     else:
         kind = {"routed.w1_LGH": "w1", "routed.w2_LHF": "w2"}[name]
         parts = [part for expert in range(shape[0]) for part in matrices(f"experts.{first + expert}", kind)]
-    axis, shard = 0 if kind == "w1" else 1, place.expert_tensor
-    local = list(parts[0].shape)
-    local[axis] //= shard.count
-    view = (len(parts), *local)
-    return tuple(_part(part, view, 0, at, 1, axis, shard) for at, part in enumerate(parts))
+    view = (len(parts), *place.expert_tensor.box(parts[0])[1])
+    return tuple(_part(part, place, view, 0, at, 1) for at, part in enumerate(parts))
 
 
 def vocabulary_pieces(tensor: LogicalTensor, shape: tuple[int, ...], place: Place) -> tuple[Piece, ...]:
     """The piece of a rank's rows `shape[0]` of an embedding or head, of which the last ones of all are padding."""
-    first = place.tensor.index * shape[0]
-    held = min(tensor.shape[0] - first, shape[0])
-    if held <= 0:
-        return ()
-    offsets, kept = (first, *(0 for _ in shape[1:])), (held, *shape[1:])
-    return (Piece(tensor.name, tensor.shape, offsets, kept, shape, 0, 0, held),)
+    offsets, kept = place.tensor.box(tensor, padded=shape[0] * place.tensor.count)
+    return (Piece(tensor.name, tensor.shape, offsets, kept, shape, 0, 0, kept[0]),) if kept[0] else ()
 
 
 def norm_pieces(tensor: LogicalTensor) -> tuple[Piece, ...]:
     """The piece of a norm that is no part of a block."""
-    return (_all(tensor, tensor.shape),)
+    return (_all(tensor, Place(), tensor.shape),)
 
 
 def initial_value(tensor: LogicalTensor, seed: int) -> torch.Tensor:

@@ -8,19 +8,23 @@ Every rank composes and checks for itself before it joins the others. Nothing he
 """
 
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a file: the modules beside this one must not become top-level names
     sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "recipes")]
 
 from recipes import schema  # noqa: E402
-from recipes.config import Config  # noqa: E402
+from recipes.config import Config, to_plain  # noqa: E402
+from recipes.description import one_message, read_description  # noqa: E402
 from recipes.launcher import Ranks, launch_note, rank_environment, split_arguments  # noqa: E402
-from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, watch  # noqa: E402
+from recipes.overrides import Setting, read, resolve, split  # noqa: E402
+from recipes.process import Signalled, end_by, fail, heavy_imports, run_guarded, tell, watch  # noqa: E402
+from recipes.rules import user_path  # noqa: E402
+from recipes.telemetry.wandb_variables import obey  # noqa: E402
 from recipes.topology import Cluster, model_parallel_size  # noqa: E402
 from recipes.validation import prepare, problems  # noqa: E402
 from recipes.validation.notes import notes  # noqa: E402
@@ -31,101 +35,87 @@ CONFIG_DIR = ROOT / "hydra_conf"
 def compose(overrides: Sequence[str] = ()) -> Config:
     """The description that the configuration groups and `overrides` make, as plain dataclasses.
 
-    Works from any directory, changes none, and writes nothing. Raises ValueError, with the key, the value, what is
-    legal and a way out, when an override cannot be read, names an unknown key (even with `+`) or has a wrong type.
+    Hydra merges the files of the chosen options; values of keys are then set as `recipes.overrides` reads them, references to
+    other keys resolved, and all of it checked against the schema. Works from any directory, changes none, and writes nothing.
+    Raises ValueError, with the key, the value, what is legal and a way out, for everything that is not legal.
     """
+    choices: dict[str, str] = {}
+    settings: list[Setting] = []
+    for override in overrides:
+        group, option = _choice(override)
+        if not group:
+            settings.append(read(override))
+        elif group in choices:
+            raise ValueError(f"{schema.show(override)}: {group}={choices[group]} is chosen already; choose one of them")
+        else:
+            choices[group] = option
+    plain = _merged_files(tuple(f"{group}={option}" for group, option in choices.items()))
+    _, wrong_in_files = read_description(plain)
+    for setting in settings:
+        setting.apply(plain)
+    config, found = read_description(resolve(plain))
+    found += _expand_paths(config)
+    if found:
+        in_files = set(found) <= set(wrong_in_files)
+        place = (
+            f"hydra_conf ({', '.join(f'{group}={option}' for group, option in choices.items())}): " if in_files else ""
+        )
+        raise ValueError(place + one_message(found))
+    return config
+
+
+def _choice(override: str) -> tuple[str, str]:
+    """The configuration group and the option that an override chooses; two empty texts for one that sets a key.
+
+    Only files of the group's own folder can be chosen: no path, and no link that leads out of it.
+    """
+    sign, key, text = split(override)
+    shown, groups = schema.show(override), _groups()
+    if key.split(".")[0].split("/")[0] == "hydra":
+        raise ValueError(f"{shown}: Hydra's own settings have no effect here; the run folder is run.dir=FOLDER")
+    if "@" in key or "/" in key:
+        raise ValueError(f"{shown}: packages and paths cannot be chosen; the groups are {', '.join(groups)}")
+    if key not in groups:
+        return "", ""
+    options = _options(key)
+    if sign or text == "null":
+        raise ValueError(f"{shown}: name one of its options ({', '.join(options)}), or leave the override out")
+    if text not in options:
+        raise ValueError(f"{shown}: no such option; {key} has {', '.join(options)}")
+    return key, text
+
+
+def _merged_files(choices: tuple[str, ...]) -> dict[str, Any]:
+    """What the schema's defaults and the files of the chosen options make together, without a check of any value."""
     import hydra
+    import yaml
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    ConfigStore.instance().store(name="schema", node=Config)
-    readable = [_readable(override) for override in overrides]
+    ConfigStore.instance().store(name="schema", node=to_plain(Config()))
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = hydra.compose("config", overrides=readable)
-        # Merged once more, as plain values: a key added by `+` survives in what Hydra returns, but not here.
-        plain = OmegaConf.to_container(composed, resolve=True)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise ValueError(_explain(error, overrides)) from error
-    assert isinstance(config, Config)
-    return config
+            composed = hydra.compose("config", overrides=list(choices))
+        plain = OmegaConf.to_container(composed, resolve=False)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ValueError(f"hydra_conf ({', '.join(choices)}): cannot be read: {reason}") from error
+    return cast(dict[str, Any], plain)
 
 
-def _readable(override: str) -> str:
-    """The override in Hydra's grammar.
-
-    Keys of free-form mappings need no `+`; text that the grammar has no characters for (`run.dir=出力/a=b`) is quoted.
-    Raises ValueError for what is no override at all.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    match = re.fullmatch(r"(\+\+|\+|~)?([^=\s]+)(?:=(.*))?", override, re.DOTALL)
-    if match is None or (match[3] is None and match[1] != "~"):
-        raise ValueError(f"{override!r}: not an override; write key=value, or group=option, as in train.steps=100")
-    sign, key, value = match[1] or "", match[2], match[3]
-    if value == "null" and (CONFIG_DIR / key).is_dir():
-        raise ValueError(f"{override}: name one of its options ({', '.join(_options(key))}), or leave the override out")
-    if key.split(".")[0] == "hydra":
-        raise ValueError(f"{override}: Hydra's own settings have no effect here; the run folder is run.dir=FOLDER")
-    if not sign and any(key == name or key.startswith(f"{name}.") for name in schema.FREE_FORM):
-        sign = "++"
-    if sign == "+" and key in schema.entries():
-        raise ValueError(f"{override}: the key exists already; leave out the +, as in {key}={value}")
-    override = override if value is None else f"{sign}{key}={value}"
-    try:
-        (parsed,) = OverridesParser.create().parse_overrides([override])
-    except OverrideParseException as error:
-        if not value or value[0] in "[{'\"":
-            hint = "check brackets and quotes, and put the whole override in single quotes for the shell"
-            raise ValueError(f"{override}: the value cannot be read; {hint}") from error
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{sign}{key}="{quoted}"'
-    if parsed.is_sweep_override():
-        raise ValueError(
-            f"{override}: one run has one value; a list is {key}=[a,b], and text with commas {key}='\"a,b\"'"
-        )
-    return override
-
-
-def _explain(error: BaseException, overrides: Sequence[str]) -> str:
-    """One message for what Hydra or OmegaConf refused."""
-    from hydra.errors import MissingConfigException
-
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, option = str(error.missing_cfg_file).partition("/")
-        return f"{group}={option}: no such option; {group} has {', '.join(error.options)}"
-    where = re.match(r"In '([^']+)'", str(error))
-    place = f" (in hydra_conf/{where[1]}.yaml)" if where else ""
-    full_key = next((key for e in _causes(error) if (key := getattr(e, "full_key", None))), None)
-    if full_key is None:
-        return " ".join(str(error).split())
-    key = re.sub(r"\[.*", "", full_key)
-    entry = schema.entries().get(key)
-    if entry is None and key.startswith(tuple(f"{name}." for name in schema.FREE_FORM)):
-        entry = schema.entries()[".".join(key.split(".")[:2])]
-    written = [override for override in overrides if override.lstrip("+~").startswith(f"{key}=")]
-    shown = written[-1].lstrip("+~") if written else full_key
-    reason = next(str(e) for e in _causes(error) if getattr(e, "full_key", None)).splitlines()[0]
-    if entry is not None:
-        note = f" ({entry.note})" if entry.note else ""
-        return f"{shown}{place}: must be {entry.legal}{note}, for example {entry.example}. {reason}"
-    if key in schema.groups():
-        return f"{shown}{place}: is a group of settings, not a value; set one of its keys, as in {_first_key(key)}"
-    return schema.unknown_key(key) + place
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_key(group: str) -> str:
-    return next(entry.example for key, entry in schema.entries().items() if key.startswith(f"{group}."))
+def _expand_paths(config: Config) -> list[str]:
+    """Write paths as the user of a shell means them, `~` replaced; returns the problems."""
+    found = []
+    for key in schema.path_keys():
+        group, _, name = key.partition(".")
+        if (text := getattr(getattr(config, group), name)) is not None:
+            try:
+                setattr(getattr(config, group), name, str(user_path(text)) if text.startswith("~") else text)
+            except ValueError as error:
+                found.append(f"{key}={schema.show(text)}: {error}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,15 +129,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         launcher = "" if arguments.dry_run else watch(os.environ).identity
         ranks = rank_environment(os.environ, launcher)
         config = compose(arguments.overrides)
+        config.telemetry, wandb_notes = obey(config.telemetry, arguments.overrides, os.environ)
         world_size = ranks.world_size
         if arguments.dry_run and world_size == 1:  # plan for as many ranks as the description asks for
             world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
         found = problems(config, world_size, launch_dir=Path.cwd(), dry_run=arguments.dry_run)
         if found:
-            raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
+            raise ValueError(one_message(found))
         config = prepare(config, world_size, launch_dir=Path.cwd())
         for note in notes(config) if ranks.rank == 0 else []:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
         if arguments.dry_run:
             if ranks.rank == 0:
                 _show_plan(config, world_size, _cluster(ranks), arguments.json)
@@ -156,10 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error, os.environ)
     except Signalled as stopped:
         end_by(stopped)
-    if note := launch_note(os.environ, ranks):
-        print(f"note: {note}", file=sys.stderr)
+    if launched := launch_note(os.environ, ranks):
+        tell(f"note: {launched}")
+    for note in wandb_notes if ranks.rank == 0 else ():
+        tell(f"note: {note}")
     if arguments.ignored and ranks.rank == 0:
-        print(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}", file=sys.stderr)
+        tell(f"note: no effect here, use deepspeed.extra={{...}}: {', '.join(arguments.ignored)}")
 
     def job() -> None:
         with heavy_imports():
@@ -177,19 +170,24 @@ def _cluster(ranks: Ranks) -> Cluster | None:
 
 
 def _show_plan(config: Config, world_size: int, cluster: Cluster | None, json_file: str | None) -> None:
-    import json
-
     from rich.console import Console
 
     from recipes.plan.size import describe, plan
 
     Console().print(describe(config, world_size, cluster))
-    if json_file is None:
-        return
+    if json_file is not None:
+        write_plan(json_file, plan(config, world_size, cluster))
+
+
+def write_plan(json_file: str, sizes: Any) -> None:
+    """Write a plan to the file of `--json`. Raises ValueError when that cannot be."""
+    import json
+
     try:
-        Path(json_file).write_text(json.dumps(plan(config, world_size, cluster), indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); name another file") from error
+        user_path(json_file).write_text(json.dumps(sizes, indent=2) + "\n")
+    except (ValueError, OSError) as error:
+        reason = f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
+        raise ValueError(f"--json {schema.show(json_file)}: {reason}; name another file") from error
 
 
 def _version() -> str:
@@ -227,12 +225,16 @@ examples:
 
 
 def _options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONFIG_DIR / group).glob("*.yaml"))
+    files = (CONFIG_DIR / group).glob("*.yaml")
+    return sorted(file.stem for file in files if file.resolve().parent == (CONFIG_DIR / group).resolve())
+
+
+def _groups() -> list[str]:
+    return [folder.name for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir()]
 
 
 def _help() -> str:
-    groups = [folder.name for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir()]
-    listed = "\n".join(f"  {group:11} {', '.join(_options(group))}" for group in groups)
+    listed = "\n".join(f"  {group:11} {', '.join(_options(group))}" for group in _groups())
     keys = "\n".join(f"  {entry.example:45} {entry.note or entry.legal}" for entry in schema.entries().values())
     return _HELP.format(groups=listed, keys=keys)
 

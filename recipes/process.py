@@ -25,6 +25,8 @@ from typing import NoReturn
 
 import psutil
 
+from recipes.text import error_line, printable, redact
+
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 STARTER = "RECIPES_STARTER"  # variable that names the process which started a launcher, and without which it is to end
 _PEER_DELAY = 2.0  # seconds by which ranks that only lost their peers let the failing one speak first
@@ -201,11 +203,11 @@ def fail(error: ValueError, environ: Mapping[str, str]) -> int:
     launcher stop everybody; a node that alone has the problem (a missing folder) is heard after that.
     """
     if _first(environ, _RANK) == "0":
-        print(f"error: {error}", file=sys.stderr)
+        tell(error_line(error))
         return 2
     time.sleep(_PEER_DELAY)
     if any(name in environ for name in _LOCAL_RANK) and _first(environ, _LOCAL_RANK) == "0":
-        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr)
+        tell(error_line(error).replace("error", f"error on {socket.gethostname()}", 1))
     return 2
 
 
@@ -227,7 +229,7 @@ def run_guarded(job: Callable[[], None], rank: int) -> int:
             # Usually every rank meets the same mistake: the first one speaks, and its launcher ends the others.
             if rank != 0:
                 time.sleep(_PEER_DELAY)
-            end(2, f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}")
+            end(2, error_line(error) if rank == 0 else f"rank {rank}: {error_line(error)}")
         if is_lost_contact(error):
             time.sleep(_PEER_DELAY)
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -263,11 +265,11 @@ def end_by(stopped: Signalled) -> NoReturn:
 
 
 def tell(message: str) -> None:
-    """Print on stderr, if anybody still reads: a terminal that was closed is no reason to fail."""
+    """Print on stderr without passwords, if anybody still reads: a terminal that was closed is no reason to fail."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable(redact(message)), file=sys.stderr, flush=True)
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, TypeVar
+
+from recipes.text import redact
 
 MAX_COUNT = 2**31 - 1  # of things that are counted one by one: products of two or three of them are exact everywhere
 MAX_LAYERS = 10_000
@@ -37,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Text:
-    """Text that is not blank, of at most `most` bytes in UTF-8, without control characters and those of `without`."""
+    """Text that is not blank, of at most `most` bytes in UTF-8, without control characters, passwords and those of `without`."""
 
     most: int = 256
     without: str = ""
@@ -52,6 +56,8 @@ class Text:
             return "must not contain line breaks or other control characters"
         if len(text.encode()) > self.most:
             return f"must be at most {self.most} bytes long, not {len(text.encode())}"
+        if redact(text) != text:
+            return "must not contain a password or key, which would be stored and shown with the run"
         if found := [character for character in self.without if character in text]:
             return f"must not contain {' or '.join(repr(character) for character in found)}"
         return None
@@ -104,3 +110,19 @@ Item = TypeVar("Item")
 PerLayer = Annotated[list[Item], Length(MAX_LAYERS)]
 Names = Annotated[list[Name], Length(4096)]
 ByName = Annotated[dict[Name, Item], Length(4096)]
+
+
+def user_path(text: str) -> Path:
+    """The path that a user of the shell means: `~` and `~name` at its start are home folders, relative ones start here.
+
+    Raises ValueError saying what no path can be.
+    """
+    if (problem := PathText().problem(text)) is not None:
+        raise ValueError(problem)
+    expanded = os.path.expanduser(text)  # pathlib would take ./~x for the home folder of x
+    if text.startswith("~") and expanded == text:
+        raise ValueError(f"{text.split('/')[0]} is no home folder; write ./{text} for a folder of that name")
+    path = Path(expanded)
+    if (problem := PathText().problem(str(path))) is not None:
+        raise ValueError(problem)
+    return path

@@ -21,21 +21,25 @@ from typing import Annotated, Any
 
 from recipes import config as config_module
 from recipes.config import Config
-from recipes.rules import Range
-from recipes.text import printable
+from recipes.fields import CONTENT, TOKENIZER, OnResume, classes
+from recipes.rules import PathText, Range
+from recipes.text import shown
 
-# Mappings whose keys are the user's: domain names, DeepSpeed's own settings.
-FREE_FORM = ("deepspeed.extra", "data.domain_weights", "btm.average_weights")
+# Keys of earlier versions, and what is used in their place.
+REMOVED = {
+    "checkpoint.override_schedule": "name the keys whose change is accepted, as in run.resume_with=[train.steps]"
+}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: its annotated type, its default and the note (meaning and unit) beside it."""
+    """One key: its annotated type, its default, the note (meaning and unit) beside it, and its class on resume."""
 
     key: str
     hint: Any
     default: Any
     note: str
+    on_resume: OnResume
 
     @property
     def legal(self) -> str:
@@ -59,11 +63,11 @@ def entries() -> dict[str, Entry]:
     found = {}
     for group in dataclasses.fields(Config):
         schema = typing.get_type_hints(Config)[group.name]
-        hints, defaults = typing.get_type_hints(schema, include_extras=True), schema()
+        hints, defaults, on_resume = typing.get_type_hints(schema, include_extras=True), schema(), classes(schema)
         for field in dataclasses.fields(schema):
             key = f"{group.name}.{field.name}"
             note = notes.get((schema.__name__, field.name), "")
-            found[key] = Entry(key, hints[field.name], getattr(defaults, field.name), note)
+            found[key] = Entry(key, hints[field.name], getattr(defaults, field.name), note, on_resume[field.name])
     return found
 
 
@@ -102,6 +106,13 @@ def entry_of(key: str) -> Entry | None:
     return entries().get(f"{group}.{re.split('[.[]', name, maxsplit=1)[0]}")
 
 
+@functools.cache
+def path_keys() -> list[str]:
+    """The keys that name a file or folder."""
+    rules = {key: bare(without_null(entry.hint)[0])[1] for key, entry in entries().items()}
+    return [key for key, found in rules.items() if any(isinstance(rule, PathText) for rule in found)]
+
+
 def first_key(group: str) -> str:
     """A legal override of a key of the group."""
     return next(entry.example for key, entry in entries().items() if key.startswith(f"{group}."))
@@ -124,6 +135,8 @@ def type_text(hint: Any) -> str:
         return f"a mapping like {{a:1,b:2}} in which each value is {type_text(options[1])}"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "one of " + ", ".join(hint.__members__)
+    if dataclasses.is_dataclass(hint):
+        return "a group of " + ", ".join(field.name for field in dataclasses.fields(hint))
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, "any value")
     return ", ".join([words, *(str(rule) for rule in rules if isinstance(rule, Range))])
 
@@ -139,6 +152,7 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
+@functools.cache
 def without_null(hint: Any) -> tuple[Any, bool]:
     """The type of a value that is not null, and whether null is legal. The schemas only have unions with null."""
     if not _is_union(bare(hint)[0]):
@@ -161,12 +175,11 @@ def show(value: Any, depth: int = 4) -> str:
         )
     if isinstance(value, dict):
         items = itertools.islice(value.items(), _SHOWN)
-        shown = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
-        return "{" + ",".join(shown) + "}"
+        pairs = [f"{show(key)}:{show(item, depth - 1)}" for key, item in items] + ["..."] * (len(value) > _SHOWN)
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1}.."
-    text = printable(str(value)).replace("\n", "\\n")
-    text = text if len(text) <= 160 else f"{text[:150]}..."
+    text = shown(str(value))
     return text if text and text == text.strip() else repr(text)
 
 
@@ -175,6 +188,8 @@ _SHOWN = 128  # items of a list or mapping
 
 def unknown_key(key: str) -> str:
     """The message for a key that the schema does not have: what is near it, and what there is."""
+    if key in REMOVED:
+        return f"{key}: is no longer a key; {REMOVED[key]}"
     known = entries()
     group = key.partition(".")[0]
     if group not in groups():
@@ -188,3 +203,21 @@ def unknown_key(key: str) -> str:
 
 def _did_you_mean(near: list[str]) -> str:
     return f", did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+
+
+def resume_table() -> str:
+    """The class of every key on resume, as a Markdown table: a line for each group."""
+    lines = ["| group | " + " | ".join(kind.name for kind in OnResume) + " |", "|---" * (1 + len(OnResume)) + "|"]
+    for group in groups():
+        keys: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
+        for entry in entries().values():
+            if entry.key.startswith(f"{group}."):
+                keys[entry.on_resume].append(f"`{entry.key.partition('.')[2]}`")
+        if group == "data":
+            keys[OnResume.identity] += [f"the folder's `{key.partition('.')[2]}`" for key in (TOKENIZER, CONTENT)]
+        lines.append(f"| `{group}` | " + " | ".join(", ".join(names) for names in keys.values()) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(resume_table())

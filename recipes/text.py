@@ -1,16 +1,15 @@
-"""Text that people or other programs wrote, made safe to print, to store, and to use as a path."""
+"""Text that people or other programs wrote, made safe to print and to store."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from pathlib import Path
-
-from recipes.rules import PathText
 
 _HIDDEN = "***"
-# scheme://user:password@host, and values of a URL's query that sign or authorise it.
-_USER_INFO = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#'\"]+@")
+# scheme://user:password@host, where people leave slashes in passwords as they are, and values of a query that sign or authorise.
+_USER_INFO = re.compile(
+    r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/?#'\"@:]*:(?!\d+(?:[/?#]|$))[^\s'\"]*|[^\s/?#'\"]+)@"
+)
 _QUERY = re.compile(
     r"(?P<name>[?&;][^=&;\s]*(?:key|token|secret|passw|pwd|sig|auth|credential)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE
 )
@@ -36,17 +35,12 @@ def printable(text: str) -> str:
     )
 
 
-def user_path(text: str) -> Path:
-    """The path that a user of the shell means: `~` and `~name` at its start are home folders, relative ones start here.
+def shown(text: str) -> str:
+    """`text` as a message quotes it: on one line, without control characters, long ones in part."""
+    text = printable(text[:200]).replace("\n", "\\n")
+    return text if len(text) <= 160 else f"{text[:150]}..."
 
-    Raises ValueError saying what no path can be.
-    """
-    if (problem := PathText().problem(text)) is not None:
-        raise ValueError(problem)
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:  # no such user, or one without a home
-        raise ValueError(f"{text.split('/')[0]} is no home folder; write ./{text} for a folder of that name") from error
-    if (problem := PathText().problem(str(path))) is not None:
-        raise ValueError(problem)
-    return path
+
+def error_line(error: object) -> str:
+    """What a command prints for a mistake of its user: one message, without passwords and control characters."""
+    return f"error: {printable(redact(str(error)))}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,10 @@ from typing import NoReturn
 from recipes.config import Config
 from recipes.launcher import free_port
 from recipes.pretrain import ROOT, compose
+from recipes.process import STARTER, identity
+from recipes.telemetry.wandb_variables import for_own_run
 from recipes.validation import prepare, problems
+from tools.arguments import Parser, file_path, integer, refuse
 
 NUM_PROCESSES = 2
 _OURS = ("run.dir", "run.seed", "run.name", "run.resume", "experiment")
@@ -81,17 +85,24 @@ def run_to_end(words: Sequence[str], name: str, folder: Path) -> None:
     Raises SystemExit with its exit code when it fails. Leaves no process behind, however it ends.
     """
     # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(words, start_new_session=True)
+    child = subprocess.Popen(
+        words, start_new_session=True, env=for_own_run(os.environ) | {STARTER: identity(os.getpid())}
+    )
     try:
         code = child.wait()
     except BaseException:
         _stop(child)
         raise
-    if code == 0 and not (folder / "summary.json").exists():
-        code = 1  # deepspeed's launcher hides that a rank was killed by a signal
+    if code == 0 and not _complete(folder):
+        code = 1  # deepspeed's launcher hides that it was killed by a signal
     if code:
         print(f"error: {name}: exit code {code}; see above, and {folder}", file=sys.stderr)
         raise SystemExit(code)
+
+
+def _complete(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text()).get("complete", True)
 
 
 def command(arm: Arm) -> list[str]:
@@ -157,7 +168,7 @@ class Numbers(argparse.Action):
 
 def parser(module: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
     """What the command lines of comparisons share."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         f"python -m {module}",
         description=description,
         epilog=epilog,
@@ -165,9 +176,11 @@ def parser(module: str, description: str | None, epilog: str) -> argparse.Argume
     )
     top.set_defaults(more=[])
     top.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of all runs, as for recipes.pretrain")
-    top.add_argument("--steps", type=int, metavar="N", help="train.steps of all runs (default: the experiment's)")
-    top.add_argument("--runs", type=Path, metavar="FOLDER", help="folder for the run folders")
-    top.add_argument("--json", type=Path, metavar="FILE", help="results (default: in the folder of --out)")
+    top.add_argument(
+        "--steps", type=integer(1), metavar="N", help="train.steps of all runs (default: the experiment's)"
+    )
+    top.add_argument("--runs", type=file_path, metavar="FOLDER", help="folder for the run folders")
+    top.add_argument("--json", type=file_path, metavar="FILE", help="results (default: in the folder of --out)")
     return top
 
 
@@ -184,6 +197,5 @@ def run_command(run: Callable[[argparse.Namespace], None], arguments: argparse.N
         with stoppable():
             run(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import file_path, unicode_text
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
@@ -200,9 +202,15 @@ def _parser() -> argparse.ArgumentParser:
     top = parser("tools.btm", __doc__, _EPILOG)
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1, 2, 3], metavar="SEED", help="(default: 1 2 3)")
     top.add_argument(
-        "--experiments", default=",".join(EXPERIMENTS), metavar="A,B", help="by comma (default: %(default)s)"
+        "--experiments",
+        type=unicode_text,
+        default=",".join(EXPERIMENTS),
+        metavar="A,B",
+        help="by comma (default: %(default)s)",
     )
-    top.add_argument("--out", type=Path, default=Path("report/btm"), metavar="FOLDER", help="(default: report/btm)")
+    top.add_argument(
+        "--out", type=file_path, default=Path("report/btm"), metavar="FOLDER", help="(default: report/btm)"
+    )
     top.set_defaults(runs=Path("outputs/btm"))
     return top
 
@@ -211,6 +219,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from recipes.btm.show import matrix
+    from recipes.files import replace_bytes
     from recipes.telemetry.summary import write_json
     from tools.arms import shared_overrides
     from tools.report.figures import render
@@ -231,7 +240,7 @@ def _run(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.json or arguments.out / "btm_8domains.json"
     write_json(path, {"overrides": overrides, **summary})
-    (arguments.out / "btm_arms.png").write_bytes(render(lambda: arms(summary)))
+    replace_bytes(arguments.out / "btm_arms.png", render(lambda: arms(summary)))
     for experiment, found in summary["experiments"].items():
         dense = {"dense": {"by_domain": found["mean_by_domain"]["dense"]}}
         drawn = {
@@ -240,11 +249,11 @@ def _run(arguments: argparse.Namespace) -> None:
             "matrix": found["mean_matrix"],
             "models": dense,
         }
-        (arguments.out / f"{experiment}_matrix.png").write_bytes(render(partial(matrix, drawn)))
+        replace_bytes(arguments.out / f"{experiment}_matrix.png", render(partial(matrix, drawn)))
         for name in ("posterior.png", "experts.png"):
             picture = folders[experiment, min(arguments.seeds)] / "evaluate" / name
             if picture.exists():
-                shutil.copyfile(picture, arguments.out / f"{experiment}_{name}")
+                replace_bytes(arguments.out / f"{experiment}_{name}", picture.read_bytes())
     Console(width=None if console.is_terminal else 140).print(table(summary))
     for row in summary["expected"]:
         each = " ".join(f"{value:.3f}" for value in row["each"])

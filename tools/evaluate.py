@@ -1,7 +1,8 @@
 """Held-out loss of a trained model per domain: nats per token, perplexity, and bits per byte of text.
 
 CHECKPOINT is a run folder (its newest complete checkpoint), its checkpoints folder or one step_*. By default the same
-samples as in training: the first train.eval_samples of the valid split of each domain of data.path.
+samples as in training: the first train.eval_samples of the valid split of each domain of data.path. Bytes are those of the
+raw text, counted when it was indexed: whatever a tokenizer normalises or loses, they are the same for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from recipes.config import Config, DataConfig
 from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.data.loader import EvalBatch, EvalSet
-from recipes.data.tokenizer import Tokenizer
+from tools.arguments import Parser, file_path, integer, refuse
 
 if TYPE_CHECKING:
     from recipes.checkpoint.format import Checkpoint
@@ -35,7 +36,7 @@ _EPILOG = """examples:
 
 @dataclass(frozen=True)
 class Score:
-    """`nll`: nats per token that counts, of `tokens`, which are `num_bytes` bytes of text (None: unknown)."""
+    """`nll`: nats per token that counts, of `tokens`, which are `num_bytes` bytes of the raw text (None: not counted)."""
 
     domain: str
     samples: int
@@ -85,6 +86,11 @@ def open_data(folder: Path | None, config: Config, checkpoint: Checkpoint) -> Da
             f"{dataset.folder}: written with tokenizer {dataset.tokenizer_fingerprint[:12]}, {checkpoint.path} was "
             f"trained with {str(expected)[:12]}; index the text with the model's tokenizer"
         )
+    if dataset.vocab_size > (config.model.vocab_size or 0):
+        raise ValueError(
+            f"{dataset.folder}: its vocabulary has {dataset.vocab_size} tokens, that of {checkpoint.path} "
+            f"{config.model.vocab_size}; index the text with the model's tokenizer"
+        )
     return dataset
 
 
@@ -114,51 +120,65 @@ def open_sets(
     return sets
 
 
-def size(eval_set: EvalSet, eod: int, data: DataConfig, tokenizer: Tokenizer | None) -> tuple[int, int | None]:
-    """Labels that count in an evaluation, and the bytes of their text (None without a tokenizer)."""
-    length = eval_set.num_used * eval_set.seq_length
+def size(eval_set: EvalSet, eod: int, data: DataConfig, text_bytes_D: np.ndarray | None) -> tuple[int, int | None]:
+    """Labels that count in an evaluation, and the bytes of their text, given those of each document (None: not counted).
+
+    A document's bytes are spread evenly over its tokens but the EOD, so that only documents which are not labels from end
+    to end (the first and the last of the samples; with eod_mask_loss all, by one token) are estimated.
+    """
+    offsets_D1, length = eval_set.source.offsets, eval_set.num_used * eval_set.seq_length
     ids, labels = eval_set.source.ids[:length], eval_set.source.ids[1 : length + 1]
-    if data.eod_mask_loss:
-        labels = labels[ids != eod]
-    if tokenizer is None:
-        return len(labels), None
-    documents = np.split(labels, np.flatnonzero(labels == eod) + 1)
-    return len(labels), sum(len(tokenizer.decode(document.tolist()).encode()) for document in documents)
+    counts = ids != eod if data.eod_mask_loss else np.ones(length, bool)
+    if text_bytes_D is None:
+        return int(counts.sum()), None
+    positions = 1 + np.flatnonzero(counts & (labels != eod))
+    seen_D = np.bincount(np.searchsorted(offsets_D1, positions, side="right") - 1, minlength=len(text_bytes_D))
+    share_D = seen_D / np.maximum(1, np.diff(offsets_D1) - 1)
+    return int(counts.sum()), round(float(text_bytes_D @ share_D))
 
 
 def score(
-    model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig, tokenizer: Tokenizer | None
+    model: GPT, sets: Mapping[str, EvalSet], eod: int, data: DataConfig, text_bytes: Mapping[str, np.ndarray | None]
 ) -> list[Score]:
-    """The score of each domain, then that of all together under "all"."""
+    """The score of each domain, then that of all together under "all"; `text_bytes`: of each document, by domain.
+
+    Raises ValueError for a loss that is not finite.
+    """
     from recipes.train.evaluate import evaluate
 
     losses = evaluate(model, sets, eod, data)
+    if wrong := [domain for domain in sets if not math.isfinite(losses[domain])]:
+        why = f"the loss of {wrong[0]} is {losses[wrong[0]]}: its training has diverged, take an earlier checkpoint"
+        raise ValueError(why)
     scores = []
     for domain, eval_set in sets.items():
-        tokens, num_bytes = size(eval_set, eod, data, tokenizer)
+        tokens, num_bytes = size(eval_set, eod, data, text_bytes[domain])
         scores.append(Score(domain, eval_set.num_used, tokens, num_bytes, losses[domain]))
-    num_bytes = None if tokenizer is None else sum(s.num_bytes or 0 for s in scores)
+    known = [s.num_bytes for s in scores if s.num_bytes is not None]
+    num_bytes = sum(known) if len(known) == len(scores) else None
     total = Score("all", sum(s.samples for s in scores), sum(s.tokens for s in scores), num_bytes, losses[""])
     return [*scores, total]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.evaluate",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
+        "checkpoint", type=file_path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="indexed text (default: data.path of the run)")
+    parser.add_argument("--data", type=file_path, metavar="FOLDER", help="indexed text (default: data.path of the run)")
     parser.add_argument("--split", choices=("valid", "test"), default="valid", help="(default: valid)")
-    parser.add_argument("--samples", type=int, metavar="N", help="sequences per domain (default: train.eval_samples)")
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="sequences at once (default: train.micro_batch_size)"
+        "--samples", type=integer(1), metavar="N", help="sequences per domain (default: train.eval_samples)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument(
+        "--batch-size", type=integer(1, 2**24), metavar="N", help="sequences at once (default: train.micro_batch_size)"
+    )
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the results here")
     return parser
 
 
@@ -181,12 +201,18 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         progress.update(task, total=sum(map(len, sets.values())))
         for note in filter(None, (eval_set.note for eval_set in sets.values())):
             notes.print(note)
+        if dataset.note is not None:
+            notes.print(dataset.note)
+        text_bytes = {domain: dataset.text_bytes(domain, arguments.split) for domain in sets}
+        if unknown := [domain for domain, counts in text_bytes.items() if counts is None]:
+            notes.print(
+                f"no bits per byte of {', '.join(unknown)}: {dataset.folder} was written without the sizes of its text; "
+                "index it again with `python -m tools.index --overwrite`"
+            )
         try:
-            tokenizer = dataset.tokenizer()
+            *scores, total = score(model, sets, dataset.eod, config.data, text_bytes)
         except ValueError as error:
-            notes.print(f"no bits per byte: {error}")
-            tokenizer = None
-        *scores, total = score(model, sets, dataset.eod, config.data, tokenizer)
+            raise ValueError(f"{checkpoint.path}: {error}") from error
     _print_table(f"{arguments.split} split of {dataset.folder} after step {checkpoint.step}", [*scores, total])
     return {
         "checkpoint": str(checkpoint.path),
@@ -224,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(arguments.json, results)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import Parser, file_path, integer, number, refuse, unicode_text
+
 if TYPE_CHECKING:
     import torch
 
@@ -146,27 +148,41 @@ def _tokenizer(path: Path | None, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.generate",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
+        "checkpoint", type=file_path, metavar="CHECKPOINT", help="run folder, its checkpoints, or one step_*"
     )
-    parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: 64)")
-    draw = parser.add_mutually_exclusive_group()
-    draw.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: as --greedy (default: 0.8)")
-    draw.add_argument("--greedy", action="store_true", help="always the most likely token")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="of the K most likely; 0: all (default: 50)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="of this share of probability (default: 1)"
+        "--prompt", type=unicode_text, default="", help="text to continue (default: none, a new document)"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: another every time)")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="its file or folder (default: the run folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write prompt, text, ids and settings here")
+    parser.add_argument("--max-new-tokens", type=integer(1), default=64, metavar="N", help="(default: 64)")
+    draw = parser.add_mutually_exclusive_group()
+    draw.add_argument(
+        "--temperature", type=number(0.0, 1e6), default=0.8, metavar="T", help="0: as --greedy (default: 0.8)"
+    )
+    draw.add_argument("--greedy", action="store_true", help="always the most likely token")
+    parser.add_argument(
+        "--top-k", type=integer(0), default=50, metavar="K", help="of the K most likely; 0: all (default: 50)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(0.0, 1.0, above=True),
+        default=1.0,
+        metavar="P",
+        help="of this share of probability (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=integer(0, 2**63 - 1), metavar="N", help="for the same text again (default: another every time)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=file_path, metavar="PATH", help="its file or folder (default: the run folder)"
+    )
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write prompt, text, ids and settings here")
     return parser
 
 
@@ -231,8 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print()
         return 130
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

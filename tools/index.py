@@ -24,18 +24,24 @@ from typing import Any
 
 import numpy as np
 
-from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, load_dataset
-from recipes.data.documents import Report, find_domains, read_documents
+from recipes.data.dataset import SPLITS, copy_tokenizer, load_dataset, tokenizer_entry, write_manifest
+from recipes.data.documents import MAX_DOCUMENT_BYTES, Report, find_domains, read_documents
 from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
+from recipes.data.manifest import FORMAT_VERSION, MANIFEST, read_values
+from recipes.data.roles import ROLE_FILES
 from recipes.data.tokenizer import Tokenizer, load_tokenizer
+from tools.arguments import Parser, file_name, file_path, integer, refuse, unicode_text
 
 # Text handed to the tokenizer at once: enough to keep its threads busy, little enough to hold in memory.
 _BATCH_CHARACTERS = 2_000_000
 # What a data set consists of; a folder with anything else is never overwritten.
-_OURS = re.compile(r".*\.(bin|idx)|dataset\.json|tokenizer\.(model|json)|tokenizer_config\.json")
+_OURS = re.compile(
+    "|".join([r".*\.(bin|idx|bytes)", r"dataset\.json", r"tokenizer\.(model|json)", *map(re.escape, ROLE_FILES)])
+)
 _EPILOG = """examples:
   python -m tools.index --input data/corpus --tokenizer data/tokenizer/tokenizer.model --out data/indexed
   python -m tools.index --input books.parquet notes.txt --tokenizer tokenizer.json --split 98,1,1 --out data/mine
+  python -m tools.index --verify data/mine
 """
 
 
@@ -108,62 +114,74 @@ def index(
     workers: int = 1,
     overwrite: bool = False,
     report: Report = lambda num_bytes: None,
+    max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> tuple[dict[str, Any], bool]:
     """Writes the data set and returns (contents of dataset.json, whether anything had to be done).
 
     OUT appears at once and complete, or not at all. `report` receives the bytes read so far; each input is read
-    twice. Raises ValueError for bad input, a tokenizer without an end-of-document id, and an OUT that holds anything
-    but this very data set (or, with `overwrite`, anything but a data set).
+    twice. Raises ValueError for bad input, a line or document of more than `max_bytes`, a tokenizer without an
+    end-of-document id or with one that text can spell, and an OUT that holds anything but this very data set (or, with
+    `overwrite`, anything but a data set). One of an earlier format is written again.
     """
     domains = find_domains(inputs)
-    manifest: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "tokenizer": {
-            "file": f"tokenizer{tokenizer.path.suffix}",
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.require_eod(),
-        },
+    entry = tokenizer_entry(tokenizer)
+    more = {
         "options": {**asdict(options), "split": list(options.split)},
         "inputs": {name: _identity(path) for name, path in domains.items()},
     }
-    existing = _existing(out)
+    existing = _existing(out, overwrite)
     if existing is not None and not overwrite:
-        if any(existing.get(key) != value for key, value in manifest.items()):
+        if _made_from(existing) != _made_from({"tokenizer": entry, **more}):
             raise ValueError(f"{out}: holds a data set of other text or options; pass --overwrite or another --out")
-        load_dataset(out).tokenizer()
-        return existing, False
+        load_dataset(out)
+        if existing.get("format_version") == FORMAT_VERSION:
+            return existing, False
+
+    def read(path: Path, done: int) -> Iterator[str]:
+        return read_documents(path, options.text_key, lambda position: report(done + position), max_bytes)
+
     surveys, done = {}, 0
     for name, path in domains.items():
-        surveys[name] = survey(read_documents(path, options.text_key, _after(done, report)), options.seed)
+        surveys[name] = survey(read(path, done), options.seed)
         done += path.stat().st_size
     splits = assign_splits(surveys, options.split)
     dtype = np.dtype(megatron_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
-    manifest |= {"dtype": dtype.name, "domains": {}}
+    entries: dict[str, Any] = {}
     with _atomic_folder(out) as folder:
         for name, path in domains.items():
-            writer = _DomainWriter(folder, name, dtype)
-            documents = read_documents(path, options.text_key, _after(done, report))
-            for split, ids in zip(splits[name].tolist(), _encode(documents, tokenizer, workers), strict=True):
-                writer.add(SPLITS[split], ids)
-            manifest["domains"][name] = writer.finish()
+            writer = _DomainWriter(folder, name, dtype, tokenizer.vocab_size)
+            encoded = _encode(read(path, done), tokenizer, workers, path)
+            for split, (ids, num_bytes) in zip(splits[name].tolist(), encoded, strict=True):
+                writer.add(SPLITS[split], ids, num_bytes)
+            entries[name] = writer.finish()
             done += path.stat().st_size
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _copy_tokenizer(tokenizer, folder)
-        load_dataset(folder).tokenizer()
+        copy_tokenizer(tokenizer, folder)
+        manifest = write_manifest(folder, entry, dtype, entries, **more)
+        load_dataset(folder)
     return manifest, True
 
 
-def _after(offset: int, report: Report) -> Report:
-    return lambda position: report(offset + position)
+def _made_from(manifest: Mapping[str, Any]) -> list[Any]:
+    """What decides the ids of a data set, of the present format or of an earlier one."""
+    tokenizer = manifest.get("tokenizer")
+    known = (
+        [tokenizer.get(key) for key in ("fingerprint", "vocab_size", "eod")] if isinstance(tokenizer, dict) else None
+    )
+    return [known, manifest.get("options"), manifest.get("inputs")]
 
 
-def _encode(documents: Iterable[str], tokenizer: Tokenizer, workers: int) -> Iterator[np.ndarray]:
-    """Per document its ids and the EOD id, in the order given; no ids at all for an empty document."""
+def _encode(
+    documents: Iterable[str], tokenizer: Tokenizer, workers: int, path: Path
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Per document its ids with the EOD id, and the bytes of its text, in the order given; no ids for an empty document."""
     eod, nothing = np.array([tokenizer.require_eod()]), np.zeros(0, np.int64)
     for batch in _batches(documents):
-        for ids in tokenizer.encode_batch(batch, workers):
-            yield np.concatenate([ids, eod]) if len(ids) else nothing
+        try:
+            encoded = tokenizer.encode_batch(batch, workers)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        for text, ids in zip(batch, encoded, strict=True):
+            yield (np.concatenate([ids, eod]) if len(ids) else nothing), len(text.encode())
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -182,17 +200,17 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 class _DomainWriter:
     """The .bin/.idx pairs of one domain."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype):
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, vocab_size: int):
         self._prefixes = {split: folder / f"{name}_{split}" for split in SPLITS}
-        self._writers = {split: IndexedWriter(prefix, dtype) for split, prefix in self._prefixes.items()}
+        self._writers = {split: IndexedWriter(prefix, dtype, vocab_size) for split, prefix in self._prefixes.items()}
         self._skipped = 0
 
-    def add(self, split: str, ids: np.ndarray) -> None:
+    def add(self, split: str, ids: np.ndarray, num_bytes: int) -> None:
         """Adds one document; one without ids is only counted."""
         if len(ids) == 0:
             self._skipped += 1
         else:
-            self._writers[split].add(ids)
+            self._writers[split].add(ids, num_bytes)
 
     def finish(self) -> dict[str, Any]:
         """Closes the files; returns this domain's entry of dataset.json."""
@@ -205,28 +223,20 @@ class _DomainWriter:
 
 def _identity(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
-        return {"file": path.name, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        name = path.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return {"file": name, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    shutil.copyfile(tokenizer.path, folder / f"tokenizer{tokenizer.path.suffix}")
-    roles = tokenizer.path.with_name("tokenizer_config.json")
-    if tokenizer.path.suffix == ".json" and roles.is_file():
-        shutil.copyfile(roles, folder / roles.name)
-
-
-def _existing(out: Path) -> dict[str, Any] | None:
-    """The manifest of the data set in `out`, None where there is nothing. Raises ValueError for anything else."""
+def _existing(out: Path, overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of the data set in `out`, None where there is nothing. Raises ValueError for anything else; a damaged
+    data set may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    try:
-        manifest = json.loads((out / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{out}: exists and is not a data set ({error}); choose another --out") from error
-    foreign = sorted(file.name for file in out.iterdir() if not _OURS.fullmatch(file.name))
-    if foreign or not isinstance(manifest, dict):
-        raise ValueError(f"{out}: holds more than a data set ({', '.join(foreign) or MANIFEST}); choose another --out")
-    return manifest
+    if not out.is_dir() or not (out / MANIFEST).exists():
+        raise ValueError(f"{out}: exists and is not a data set ({MANIFEST} is missing); choose another --out")
+    if foreign := sorted(file.name for file in out.iterdir() if not _OURS.fullmatch(file.name)):
+        raise ValueError(f"{out}: holds more than a data set ({', '.join(foreign)}); choose another --out")
+    return {} if overwrite else read_values(out)
 
 
 @contextlib.contextmanager
@@ -246,23 +256,43 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.index",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders or files of text")
-    parser.add_argument("--tokenizer", required=True, metavar="PATH", help=".model, tokenizer.json or their folder")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument("--split", default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
-    parser.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
+    parser.add_argument("--input", nargs="+", type=file_name, metavar="PATH", help="folders or files of text")
+    parser.add_argument("--tokenizer", type=file_name, metavar="PATH", help=".model, tokenizer.json or their folder")
+    parser.add_argument("--out", type=file_path, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="threads that encode (default: all cores)"
+        "--split", type=unicode_text, default="0.96,0.02,0.02", help="train,valid,test (default: 0.96,0.02,0.02)"
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=1234, help="of the split (default: 1234)")
+    parser.add_argument(
+        "--text-key",
+        type=unicode_text,
+        default="text",
+        help='JSONL key or Parquet column of the text (default: "text")',
+    )
+    parser.add_argument(
+        "--workers", type=integer(1, 4096), default=os.cpu_count() or 1, help="threads that encode (default: all cores)"
+    )
+    parser.add_argument(
+        "--max-document-bytes",
+        type=integer(1, 2**40),
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help=f"longest line or document that is read; memory is up to 250 times that (default: {MAX_DOCUMENT_BYTES})",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a data set of other text or options")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the contents of dataset.json here too")
+    parser.add_argument(
+        "--verify",
+        type=file_path,
+        metavar="DIR",
+        help="write nothing: compare every byte of a data set with its dataset.json",
+    )
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the contents of dataset.json here too")
     return parser
 
 
@@ -270,8 +300,9 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if arguments.workers < 1:
-        raise ValueError(f"--workers {arguments.workers}: must be at least 1")
+    for option in ("workers", "max_document_bytes"):
+        if (value := getattr(arguments, option)) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
     os.environ.setdefault("RAYON_NUM_THREADS", str(arguments.workers))  # threads of Hugging Face tokenizers
     options = Options(parse_split(arguments.split), arguments.seed, arguments.text_key)
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -288,9 +319,23 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             workers=arguments.workers,
             overwrite=arguments.overwrite,
             report=lambda position: progress.update(task, completed=position),
+            max_bytes=arguments.max_document_bytes,
         )
     _print_summary(manifest)
     print(f"{arguments.out}: {'written' if written else 'up to date'}")
+    return manifest
+
+
+def _verify(folder: Path) -> dict[str, Any]:
+    info = load_dataset(folder, verify=True)
+    for domain, splits in info.domains.items():
+        for split in splits:
+            info.open(domain, split)
+            info.text_bytes(domain, split)
+    manifest = read_values(folder)
+    if info.note:
+        print(info.note)
+    print(f"{folder}: {'its files agree with each other' if info.note else 'every file is as it was written'}")
     return manifest
 
 
@@ -307,15 +352,18 @@ def _print_summary(manifest: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 on bad input."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    missing = [option for option in ("input", "tokenizer", "out") if getattr(arguments, option) is None]
+    if arguments.verify is None and missing:
+        parser.error(f"give {' and '.join(f'--{option}' for option in missing)} (or --verify DIR)")
     try:
-        manifest = _run(arguments)
+        manifest = _run(arguments) if arguments.verify is None else _verify(arguments.verify)
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

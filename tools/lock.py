@@ -7,7 +7,6 @@ what was added stays as long as the version does.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import re
@@ -15,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tools.arguments import Parser, file_path, refuse
 
 LOCK = Path("requirements.lock")
 _TOOLS = "pip\nsetuptools\n"  # what installs and builds the rest
@@ -106,13 +107,13 @@ def _without_indexes() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 on bad input; 1 when uv finds no versions that go together."""
-    parser = argparse.ArgumentParser("python -m tools.lock", description=__doc__)
-    parser.add_argument("--uv", type=Path, required=True, help="the program uv")
+    parser = Parser("python -m tools.lock", description=__doc__)
+    parser.add_argument("--uv", type=file_path, required=True, help="the program uv")
     parser.add_argument(
         "--upgrade", nargs="*", default=[], metavar="NAME", help="packages to take the newest version of, or: all"
     )
     parser.add_argument(
-        "--also", nargs="*", type=Path, default=[], metavar="FILE", help="wheels whose hash is allowed too"
+        "--also", nargs="*", type=file_path, default=[], metavar="FILE", help="wheels whose hash is allowed too"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -125,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             LOCK.write_text(before)
             raise
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except subprocess.CalledProcessError as error:
         print(f"error: uv: {error.stderr.strip()}", file=sys.stderr)
         return 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import statistics
 import sys
@@ -17,6 +16,8 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tools.arguments import file_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     from tools.arms import Numbers, parser
 
     top = parser("tools.quickstart", __doc__, _EPILOG)
-    top.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help="(default: report)")
+    top.add_argument("--out", type=file_path, default=Path("report"), metavar="FOLDER", help="(default: report)")
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1], metavar="SEED", help="(default: 1)")
     return top
 
@@ -157,13 +158,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from recipes.run_folder import fresh_folder
     from recipes.telemetry.summary import write_json
     from tools.arms import shared_overrides, train
     from tools.report.__main__ import report
     from tools.report.runs import read_run
 
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = arguments.runs or Path(f"outputs/quickstart-{stamp}")
+    folder = arguments.runs or fresh_folder("quickstart")
     overrides = shared_overrides(arguments)
     todo = arms(overrides, arguments.seeds, folder)
     arguments.out.mkdir(parents=True, exist_ok=True)  # not to find out after the training that it cannot be made

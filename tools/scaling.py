@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import file_path
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -57,8 +59,10 @@ def complete(folder: Path, config: Config) -> bool:
                 raise ValueError(
                     f"{folder}: was run with {group}.{key}={other}, not {value}; choose another --runs FOLDER"
                 )
-    summary = folder / "summary.json"
-    return summary.exists() and read_run(folder).summary.get("steps") == config.train.steps
+    if not (folder / "summary.json").exists():
+        return False
+    summary = read_run(folder).summary
+    return summary.get("steps") == config.train.steps and bool(summary.get("complete", True))
 
 
 def points(runs: Sequence[Run]) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--seeds", nargs="+", action=Numbers, default=[1, 2, 3], metavar="SEED", help="(default: 1 2 3)")
     top.add_argument(
-        "--out", type=Path, default=Path("report/scaling"), metavar="FOLDER", help="(default: report/scaling)"
+        "--out", type=file_path, default=Path("report/scaling"), metavar="FOLDER", help="(default: report/scaling)"
     )
     top.set_defaults(runs=Path("outputs/scaling"))
     return top
@@ -116,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from recipes.files import replace_bytes
     from recipes.telemetry.summary import write_json
     from tools.arms import described, shared_overrides, train
     from tools.report import figures
@@ -148,7 +153,7 @@ def _run(arguments: argparse.Namespace) -> None:
     png = figures.render(
         lambda: figures.scaling(losses, "experts per layer with experts (1: dense)", "held-out nll (nats per token)")
     )
-    (arguments.out / "scaling.png").write_bytes(png)
+    replace_bytes(arguments.out / "scaling.png", png)
     Console().print(table(results["points"]))
     console.print(f"results {path}, figure {arguments.out / 'scaling.png'}")
 

@@ -14,12 +14,13 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.data.documents import find_domains, read_documents
+from recipes.data.documents import MAX_DOCUMENT_BYTES, find_domains, read_documents
 from recipes.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
+from tools.arguments import Parser, file_name, integer, refuse, unicode_text
 
 # Text that tokenizers with default settings change: full- and half-width forms, circled digits, newlines, tabs,
 # repeated, leading, trailing and ideographic spaces, characters outside the BMP, joined emoji, combining marks.
@@ -51,7 +52,13 @@ _EPILOG = """examples:
 
 
 def train(
-    inputs: Sequence[str | Path], vocab_size: int, out: str | Path, max_bytes: int, seed: int, text_key: str = "text"
+    inputs: Sequence[str | Path],
+    vocab_size: int,
+    out: str | Path,
+    max_bytes: int,
+    seed: int,
+    text_key: str = "text",
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> dict[str, int]:
     """Trains a sentencepiece BPE model and writes it to `out`; returns the bytes of text used per domain.
 
@@ -62,14 +69,18 @@ def train(
     import sentencepiece
 
     domains = find_domains(inputs)
-    sizes = {name: sum(len(line.encode()) for line in _lines(path, text_key)) for name, path in domains.items()}
+
+    def lines(path: Path) -> Iterator[str]:
+        return _lines(read_documents(path, text_key, max_bytes=max_document_bytes))
+
+    sizes = {name: sum(len(line.encode()) for line in lines(path)) for name, path in domains.items()}
     cap = _balanced_cap(sizes, max_bytes)
     used = dict.fromkeys(domains, 0)
 
     def sentences() -> Iterator[str]:
         for name, path in domains.items():
             generator = random.Random(f"{seed}/{name}")
-            for line in _lines(path, text_key):
+            for line in lines(path):
                 if generator.random() * sizes[name] < cap:
                     used[name] += len(line.encode())
                     yield line
@@ -146,8 +157,8 @@ def export_hf(model: str | Path, out: str | Path) -> None:
     _write(Path(out) / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _lines(path: Path, text_key: str) -> Iterator[str]:
-    for document in read_documents(path, text_key):
+def _lines(documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
         for line in document.split("\n"):
             for begin in range(0, len(line), _LONGEST_LINE):
                 yield line[begin : begin + _LONGEST_LINE]
@@ -195,26 +206,42 @@ def _write(path: Path, data: bytes) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m tools.tokenizer", description=__doc__, epilog=_EPILOG, formatter_class=raw
-    )
+    parser = Parser("python -m tools.tokenizer", description=__doc__, epilog=_EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="train a sentencepiece BPE model", epilog=_EPILOG, formatter_class=raw)
     command.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="folders or files <domain>.jsonl, ..."
+        "--input", nargs="+", type=file_name, required=True, metavar="PATH", help="folders or files <domain>.jsonl, ..."
     )
-    command.add_argument("--vocab-size", type=int, default=4096, help="pieces, special ones included (default: 4096)")
-    command.add_argument("--out", required=True, metavar="FILE", help="the model to write, *.model")
-    command.add_argument("--max-bytes", type=int, default=16_000_000, help="text to train on (default: 16000000)")
-    command.add_argument("--seed", type=int, default=1234, help="of the choice of lines (default: 1234)")
-    command.add_argument("--text-key", default="text", help='JSONL key or Parquet column of the text (default: "text")')
+    command.add_argument(
+        "--vocab-size", type=integer(1, 2**24), default=4096, help="pieces, special ones included (default: 4096)"
+    )
+    command.add_argument("--out", type=file_name, required=True, metavar="FILE", help="the model to write, *.model")
+    command.add_argument(
+        "--max-bytes", type=integer(1, 2**40), default=16_000_000, help="text to train on (default: 16000000)"
+    )
+    command.add_argument(
+        "--seed", type=integer(0, 2**32 - 1), default=1234, help="of the choice of lines (default: 1234)"
+    )
+    command.add_argument(
+        "--text-key",
+        type=unicode_text,
+        default="text",
+        help='JSONL key or Parquet column of the text (default: "text")',
+    )
+    command.add_argument(
+        "--max-document-bytes",
+        type=integer(1, 2**40),
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help=f"longest line or document that is read (default: {MAX_DOCUMENT_BYTES})",
+    )
     command = commands.add_parser("check", help="round trip of 16 hard texts", epilog=_EPILOG, formatter_class=raw)
-    command.add_argument("tokenizer", help=".model, tokenizer.json or their folder")
+    command.add_argument("tokenizer", type=file_name, help=".model, tokenizer.json or their folder")
     command = commands.add_parser("export-hf", help="write tokenizer.json", epilog=_EPILOG, formatter_class=raw)
-    command.add_argument("tokenizer", help=".model from the train command")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder for the two files")
+    command.add_argument("tokenizer", type=file_name, help=".model from the train command")
+    command.add_argument("--out", type=file_name, required=True, metavar="DIR", help="folder for the two files")
     for command in commands.choices.values():
-        command.add_argument("--json", metavar="FILE", help="write the results as JSON")
+        command.add_argument("--json", type=file_name, metavar="FILE", help="write the results as JSON")
     return parser
 
 
@@ -223,7 +250,7 @@ def _run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from rich.table import Table
 
     if arguments.command == "train":
-        for name in ("vocab_size", "max_bytes"):
+        for name in ("vocab_size", "max_bytes", "max_document_bytes"):
             if getattr(arguments, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
         if not arguments.out.endswith(".model"):
@@ -237,6 +264,7 @@ def _run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 arguments.max_bytes,
                 arguments.seed,
                 arguments.text_key,
+                arguments.max_document_bytes,
             )
         print(f"{arguments.out}: {arguments.vocab_size} pieces from {sum(used.values())} bytes of {', '.join(used)}")
         return 0, {"path": arguments.out, "vocab_size": arguments.vocab_size, "bytes": used}
@@ -264,8 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             _write(Path(arguments.json), json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return code
 
 

@@ -9,8 +9,6 @@ Nothing heavy is imported until the description is known to be legal.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import os
 import signal
 import sys
@@ -19,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipes.config import Config, Resume
+from recipes.config import Config
 from recipes.launcher import split_arguments
 from recipes.pretrain import compose
+from recipes.run_folder import RunFolder
+from recipes.telemetry.wandb_variables import kept_back
 from recipes.validation import prepare, problems
 from recipes.validation.notes import notes
 
@@ -95,28 +95,17 @@ def _run(config: Config, overrides: Sequence[str]) -> None:
             f"data.domain_weights={weights} of the experiment: give it on the command line of recipes.btm instead"
         )
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
-    pipeline = Pipeline(config, overrides, folder, console.print)
-    folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
-    console.print(f"run folder {folder}")
-    with _claimed(folder, shared=bool(config.btm.only)):
-        pipeline.run()
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, shared: bool) -> Iterator[None]:
-    """Keep other calls out of the folder; those that train only some branches may share it."""
-    with (folder / ".lock").open("a") as lock:
+    claim = RunFolder(config.run, shared=bool(config.btm.only))
+    with contextlib.closing(claim):
         try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"run.dir={folder}: another call is running there; wait for it, or use another folder"
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            print(f"no lock on {folder} ({error.strerror}): start no second call there", flush=True)
-        yield
+            pipeline = Pipeline(config, overrides, claim.path, console.print)
+        except ValueError:
+            claim.abandon()
+            raise
+        console.print(f"run folder {claim.path}")
+        if note := kept_back(os.environ):
+            console.print(f"note: {note}")
+        pipeline.run()
 
 
 @contextlib.contextmanager
@@ -157,13 +146,20 @@ def plan(config: Config) -> dict[str, Any]:
     }
     shown["arms"] = {}
     first = {"seed": 0, "dense": arms.amounts.seed, "mix": arms.amounts.branches}
+    alike: dict[str, list[str]] = {}  # what differs in name and data alone has equal sizes
     for name, arm in made.items():
-        described = complete(without_own_data(arm), config, folder, dry_run=True)
+        settings = {key: value for key, value in arm.settings.items() if not key.startswith("data.")}
+        alike.setdefault(f"{settings} {first.get(name)}", []).append(name)
+    for names in alike.values():
+        longest = made[max(names, key=len)]  # whose paths are the longest
+        described = complete(without_own_data(longest), config, folder, dry_run=True)
         sizes = sizes_of(described, ranks)
-        steps = described.train.steps - first.get(name, arms.amounts.seed)
+        steps = described.train.steps - first.get(names[0], arms.amounts.seed)
         keys = ("total_params", "active_params", "flops_per_token", "tokens_per_step", "bytes_per_rank")
         flops = steps * sizes["tokens_per_step"] * sizes["flops_per_token"]
-        shown["arms"][name] = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        row = {key: sizes[key] for key in keys} | {"steps": steps, "ranks": ranks, "flops": flops}
+        shown["arms"] |= dict.fromkeys(names, row)
+    shown["arms"] = {name: shown["arms"][name] for name in made}
     return shown
 
 

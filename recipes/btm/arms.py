@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes import schema
 from recipes.config import BtmConfig, Config, Resume, SplitBy, to_plain
 from recipes.data.blend import resolve_weights
 from recipes.data.dataset import DatasetInfo
+from recipes.overrides import written
 from recipes.validation import prepare, problems
 
 CONTROL = "random"
@@ -102,21 +102,7 @@ class Arm:
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
     """The settings as one writes them on a command line."""
-    return [f"{key}={_written(value)}" for key, value in settings.items()]
-
-
-def _written(value: Any) -> str:
-    """Text is quoted, lest the grammar of overrides reads it otherwise; names of domains are plain by themselves."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
-    return _quoted(value) if isinstance(value, str) else schema.show(value)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("${", "\\${")
-    return f'"{escaped}"'
+    return [f"{key}={written(value)}" for key, value in settings.items()]
 
 
 @dataclass(frozen=True)
@@ -278,6 +264,8 @@ def material(described: Config) -> dict[str, Any]:
     kept = {key: value for key, value in to_plain(described).items() if key not in _IMMATERIAL}
     kept["data"] = {key: value for key, value in kept["data"].items() if key != "path"}
     kept["train"] = {key: value for key, value in kept["train"].items() if not key.startswith("eval_")}
+    if described.deepspeed.extra:
+        kept["deepspeed"] = {"extra": described.deepspeed.extra}
     return {**kept, "seed": described.run.seed}
 
 

@@ -21,6 +21,7 @@ from recipes.btm.split import pieces, write_dataset
 from recipes.config import BtmConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.tokenizer import Tokenizer
+from recipes.files import own_folder, replace_bytes, replace_text
 
 if TYPE_CHECKING:
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -117,14 +118,12 @@ class Clusters:
 
     def save(self, folder: Path) -> None:
         """clusters.json and clusters.safetensors."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "clusters.json").write_text(
-            json.dumps({"words": self.words}, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        own_folder(folder)
+        replace_text(folder / "clusters.json", json.dumps({"words": self.words}, ensure_ascii=False) + "\n")
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("idf", "components", "centres")}
-        save_file(arrays, folder / "clusters.safetensors")
+        replace_bytes(folder / "clusters.safetensors", save(arrays))
 
     @classmethod
     def load(cls, folder: Path) -> Clusters:

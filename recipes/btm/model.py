@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from recipes.checkpoint import model as single
 from recipes.checkpoint.format import Checkpoint
 from recipes.config import Config, PosteriorForm
 from recipes.data.packing import Documents
+from recipes.description import one_message, read_value
+from recipes.files import own_folder, parse_json
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
 from recipes.telemetry.summary import write_json
@@ -96,7 +97,7 @@ def _losses(model: Any, labels_BS: torch.Tensor, *inputs: Any) -> torch.Tensor:
 
 def write_ensemble(folder: Path, branches: dict[str, Path], weighing: Weighing) -> None:
     """Describe an ensemble of run folders, relative to `folder`, so that the whole may be moved."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     values: dict[str, Any] = {
         "branches": {name: os.path.relpath(path, folder) for name, path in branches.items()},
         "form": weighing.form.value,
@@ -115,13 +116,20 @@ def open_model(path: Path, say: Callable[[str], None] = print) -> tuple[GPT, Con
     if not (path / DESCRIPTION).exists():
         return single.open_model(path, say)
     try:
-        found = json.loads((path / DESCRIPTION).read_text())
+        found = parse_json((path / DESCRIPTION).read_text())
         folders = {str(name): path / str(folder) for name, folder in found["branches"].items()}
-        prior = tuple(float(value) for value in found["prior"])
-        weighing = Weighing(PosteriorForm(found["form"]), prior, found["updating"], found["top_k"])
+        types = {"prior": list[float], "updating": float | None, "top_k": int | None}
+        if problems := [text for key, kind in types.items() for text in read_value(kind, found[key], key)]:
+            raise ValueError(one_message(problems))
+        prior, updating, top_k = tuple(found["prior"]), found["updating"], found["top_k"]
+        weighing = Weighing(PosteriorForm(found["form"]), prior, updating, top_k)
         if len(prior) != len(folders) or not folders:
             raise ValueError(f"{len(prior)} prior probabilities for {len(folders)} branches")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if min(prior) < 0 or not 0.99 < sum(prior) < 1.01:
+            raise ValueError(f"prior={prior} is no distribution")
+        if (updating is not None and not 0 < updating <= 1) or (top_k is not None and top_k < 1):
+            raise ValueError(f"updating={updating} must be above 0 and at most 1, top_k={top_k} at least 1")
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path / DESCRIPTION}: damaged ({type(error).__name__}: {error}); merge the branches again"
         ) from error

@@ -16,9 +16,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from recipes.btm.arms import (
     Arm,
@@ -36,17 +34,24 @@ from recipes.btm.average import Average, check_alike, fresh_trainer, write
 from recipes.btm.mix import Mix
 from recipes.btm.mixing import as_mix, mix_cost, mix_moe
 from recipes.btm.pool import Job, command, device_shares, run_jobs
+from recipes.btm.resume import check_trained
 from recipes.btm.show import job_bars
 from recipes.btm.split import data_digest, part_statistics, write_random_parts
 from recipes.btm.stages import Artefact, Store, digest
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.rotate import find_checkpoint
+from recipes.checkpoint.trainer import check_trainer
 from recipes.config import BtmStage, Config, SplitBy, to_plain
 from recipes.data.dataset import DatasetInfo, load_dataset
+from recipes.description import to_yaml
+from recipes.files import replace_text
 from recipes.launcher import free_port
 from recipes.logical import moe_layers
-from recipes.telemetry.summary import replace_text, write_json
+from recipes.telemetry.summary import write_json
 from recipes.validation import prepare
+
+if TYPE_CHECKING:
+    from recipes.model.gpt import GPT
 
 Say = Callable[[str], None]
 # Of the command line, what arms are not started with: they have their own, and weights of domains would be merged.
@@ -75,8 +80,9 @@ class Pipeline:
 
     def run(self) -> None:
         """All stages up to the last one asked for."""
+        check_trained(self.made.values(), self.config, self.info, self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(to_plain(self.config), sort_keys=False, allow_unicode=True)
+        text = to_yaml(self.config)
         replace_text(self.folder / "config.yaml", text)
         wanted = max(list(BtmStage).index(stage) for stage in self.config.btm.stages)
         stages = [self.split, self.train_seed, self.branch, self.train, self.merge, self.mix, self.evaluate]
@@ -254,6 +260,12 @@ class Pipeline:
         check_alike(found)
         return found
 
+    def open_trained(self, path: str, step: int) -> GPT:
+        """The model of checkpoint `step` of a run folder inside this one: that one and no other."""
+        from recipes.checkpoint.model import open_model
+
+        return open_model(last_checkpoint(self.folder / path, step).path)[0]
+
     # merge, mix, evaluate
 
     def merge(self) -> None:
@@ -303,10 +315,13 @@ class Pipeline:
 
 
 def last_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Checkpoint `step` of a run folder. Raises ValueError when it is missing or incomplete."""
+    """Checkpoint `step` of a run folder, whose files are checked when they are read. Raises ValueError when it is missing,
+    incomplete, or not what its description says."""
     path, _ = find_checkpoint(folder / "checkpoints", step)
     assert path is not None
-    return open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    check_trainer(checkpoint)
+    return checkpoint
 
 
 def checkpoint_digest(folder: Path, step: int) -> str:

@@ -20,6 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from recipes.files import open_append, own_folder
+from recipes.process import STARTER, identity
+from recipes.telemetry.wandb_variables import for_own_run
+
 _BAD_INPUT = 2  # exit code of a mistake in the description, which another attempt cannot mend
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 30  # for a job to finish its step and save
@@ -39,15 +43,19 @@ class Job:
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start it in a session of its own, without the variables of a launcher above us; output is appended to `log`."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FROM_LAUNCHERS)}
+        """Start it in a session of its own, without the variables of a launcher above us or of our own W&B run.
+
+        Output is appended to `log`.
+        """
+        ours = for_own_run(os.environ)
+        inherited = {key: value for key, value in ours.items() if not key.startswith(_FROM_LAUNCHERS)}
         seen = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self.log.parent)
         self.attempts += 1
-        with self.log.open("a") as log:
+        with open_append(self.log) as log:
             self.process = subprocess.Popen(
                 self.command,
-                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads)},
+                env=inherited | seen | {"OMP_NUM_THREADS": str(self.threads), STARTER: identity(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

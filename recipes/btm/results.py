@@ -23,6 +23,7 @@ from recipes.btm.stages import Artefact, digest, digest_files, digest_folder
 from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.model import open_model
 from recipes.config import BtmStage, ExpertPrior, PosteriorForm, SplitBy
+from recipes.files import replace_bytes
 from recipes.model.gpt import GPT, registry
 from recipes.plan.size import flops_per_token
 from recipes.telemetry.summary import write_json
@@ -198,7 +199,7 @@ class Evaluation:
         inputs["samples"] = config.train.eval_samples
 
         def make(folder: Path) -> None:
-            model, _, _ = open_model(self.pipeline.folder / path)
+            model = self.pipeline.open_trained(path, self.pipeline.made["mix"].settings["train.steps"])
             texts = {domain: self.scores.text(domain).evaluation_NS1 for domain in self.domains}
             shares = {name: expert_shares(model, text, info.eod, config.data, rows) for name, text in texts.items()}
             found = {"shares": {name: share_NE.tolist() for name, share_NE in shares.items()}}
@@ -213,7 +214,7 @@ class Evaluation:
         """The untrained mix with routers regressed on development text and its labels."""
         from recipes.btm.mix import fit_routers
 
-        model, _, _ = open_model(self.pipeline.folder / "mix" / "start")
+        model = self.pipeline.open_trained("mix/start", self.arms.amounts.branches)
         batches, labels = [], []
         for domain in self.domains:
             prior = self.scores.prior(self.arms.used, domain, BtmStage.evaluate)
@@ -291,7 +292,7 @@ def evaluate(pipeline: Pipeline) -> None:
     def make(folder: Path) -> None:
         write_json(folder / "results.json", results)
         for name, picture in show.pictures(results, posteriors(evaluation)).items():
-            (folder / name).write_bytes(picture)
+            replace_bytes(folder / name, picture)
 
     pipeline.store(Artefact("evaluate", stage, inputs, digest_folder), make)
     write_json(pipeline.folder / "summary.json", summary(results))

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from recipes import collectives
 from recipes.btm.ensemble import cached_prior
 from recipes.btm.split import data_digest
 from recipes.btm.stages import Artefact, digest_files
-from recipes.checkpoint.model import open_model
 from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
 from recipes.data.packing import Documents
+from recipes.files import replace_bytes
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
 from recipes.train.batch import logit_inputs, model_inputs
@@ -121,7 +121,10 @@ class Scores:
         """Scores of a trained arm, computed now if they are not there."""
         arm = self.pipeline.made[name]
         return self.of(
-            name, self.pipeline.digests[arm.path], lambda: open_model(self.pipeline.folder / arm.path)[0], stage
+            name,
+            self.pipeline.digests[arm.path],
+            lambda: self.pipeline.open_trained(arm.path, arm.settings["train.steps"]),
+            stage,
         )
 
     def of(self, name: str, model: Any, opened: Callable[[], GPT], stage: BtmStage, only: str | None = None):
@@ -146,8 +149,10 @@ class Scores:
                     parts["development"] = self.text(domain).development_NS1
                 for part, tokens_NS1 in parts.items():
                     found = token_log_probs(ready, tokens_NS1, self.pipeline.info.eod, data, train.micro_batch_size)
+                    if not found.isfinite().all():
+                        raise ValueError(f"{name} gives {domain} a loss that is not finite: its training has diverged")
                     scored[f"{domain}/{part}"] = found.contiguous()
-            save_file(scored, folder / "scores.safetensors")
+            replace_bytes(folder / "scores.safetensors", save(scored))
 
         artefact = Artefact(f"scores/{name}", stage, inputs, _scores_digest)
         self.pipeline.digests[artefact.path] = self.pipeline.store(artefact, make)

@@ -6,16 +6,15 @@ data set, number of parts -> write_random_parts -> data set with a domain "rando
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS, DatasetInfo
+from recipes.data.dataset import SPLITS, DatasetInfo, copy_tokenizer, tokenizer_entry, write_manifest
 from recipes.data.indexed import IndexedSource, IndexedWriter
+from recipes.files import own_folder
 
 # Random halves of one text differ by 0.001 to 0.02 bits, depending on their size; English scripture and English
 # encyclopedia by about 0.3.
@@ -112,20 +111,23 @@ def pieces(source: IndexedSource, longest: int) -> Iterator[np.ndarray]:
 def write_dataset(info: DatasetInfo, domains: Iterable[tuple[str, Iterable[np.ndarray]]], out: Path) -> None:
     """A data set in the ids of `info` whose domains have these documents as training text, and no held-out text."""
     entries: dict[str, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
+    own_folder(out)
     for name, documents in domains:
         splits = {}
         for split in SPLITS:
-            writer = IndexedWriter(out / f"{name}_{split}", info.dtype)
+            writer = IndexedWriter(out / f"{name}_{split}", info.dtype, info.vocab_size)
             for ids in documents if split == "train" else ():
                 writer.add(ids)
             splits[split] = writer.finish()
         entries[name] = {"splits": splits}
-    tokenizer = {"fingerprint": info.tokenizer_fingerprint, "vocab_size": info.vocab_size, "eod": info.eod}
-    manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": info.dtype.name, "domains": entries}
-    for file in info.folder.glob("tokenizer*"):
-        shutil.copyfile(file, out / file.name)
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if info.has_tokenizer():
+        tokenizer = info.tokenizer()
+        copy_tokenizer(tokenizer, out)
+        entry = tokenizer_entry(tokenizer)
+    else:
+        entry = {"file": None, "files": {}, "vocab_size": info.vocab_size, "eod": info.eod}
+        entry["fingerprint"] = info.tokenizer_fingerprint
+    write_manifest(out, entry, info.dtype, entries)
 
 
 def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:
@@ -133,11 +135,10 @@ def data_digest(info: DatasetInfo, domains: Iterable[str]) -> dict[str, Any]:
     index of each split, and the checksum of its input where the data set records it."""
     import hashlib
 
-    recorded = json.loads((info.folder / MANIFEST).read_text(encoding="utf-8")).get("inputs", {})
     found: dict[str, Any] = {"tokenizer": info.tokenizer_fingerprint, "vocab_size": info.vocab_size}
     for domain in domains:
         indices = [info.folder / f"{domain}_{split}.idx" for split in SPLITS]
-        source = recorded.get(domain, {}).get("sha256")
+        source = info.inputs.get(domain, {}).get("sha256")
         if source is None:  # nothing is recorded of where it came from: read it
             indices += [info.folder / f"{domain}_{split}.bin" for split in SPLITS]
         digests = []

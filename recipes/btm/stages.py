@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import BtmStage
+from recipes.files import own_folder, parse_json
 from recipes.telemetry.summary import write_json
 
 STAMP = "artefact.json"
@@ -99,13 +100,13 @@ class Store:
         """The folder to make it in: a new one, or one that was begun from the same inputs."""
         if artefact.stage not in self.stages:
             raise ValueError(f"{artefact.path} is needed: add {artefact.stage.value} to btm.stages, or run that before")
-        folder = self.folder / artefact.path
+        folder = own_folder(self.folder / artefact.path, make=False)
         stamp = _read(folder)
         if stamp is None and folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder}: holds something that is not of this run; move it away")
         if stamp is not None and _changes(stamp["inputs"], _plain(artefact.inputs)):
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         self._stamp(artefact, None)
         return folder
 
@@ -120,6 +121,12 @@ class Store:
         write_json(self.folder / artefact.path / STAMP, record)
 
 
+def recorded_inputs(folder: Path) -> Any:
+    """The inputs that the stamp of a folder records; None when it has no stamp."""
+    stamp = _read(folder)
+    return None if stamp is None else stamp["inputs"]
+
+
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     return json.loads(json.dumps(inputs))
@@ -128,7 +135,7 @@ def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _read(folder: Path) -> dict[str, Any] | None:
     """The stamp of a folder, None when it has none; a damaged one is that of unknown inputs."""
     try:
-        stamp = json.loads((folder / STAMP).read_text())
+        stamp = parse_json((folder / STAMP).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError):

@@ -10,16 +10,15 @@
         trainer.json                            step, data position, schedule, config
         manifest.json                           what lies where (recipes.checkpoint.manifest); written last
 
-Neither engine nor process group is needed, and no file is trusted: what does not fit is a ValueError.
+Neither engine nor process group is needed, and no file is trusted: before the first value of a file is read, its size, the
+SHA-256 of all its bytes, its header and, of weights and moments, its numbers are checked. What does not fit is a ValueError.
 """
 
 import hashlib
 import json
 import os
-import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,12 +41,17 @@ from recipes.checkpoint.manifest import (
     check_inside,
     check_kind,
 )
+from recipes.files import open_regular, parse_json, read_small
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
-_MAX_JSON_BYTES = 1 << 28  # of manifest.json and trainer.json: about a million boxes
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"  # the kinds of a training run
+FINITE_KINDS = (MODEL, OPTIMIZER)  # no number of theirs is infinite or no number
+# Parsed JSON takes up to twenty times the bytes of its text, so that what may be parsed is bounded by what lies beside it.
+_MAX_JSON_BYTES = 1 << 24  # of trainer.json; of a manifest of about 60,000 boxes
+_FILE_BYTES_PER_JSON_BYTE = 32  # of larger manifests
 _MAX_HEADER_BYTES = 100_000_000  # the limit of every safetensors reader
-_CHUNK_BYTES = 1 << 24  # read at once for hashing
+_CHUNK_NUMBERS = 1 << 24  # looked at at once
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,15 @@ def write_shard(folder: Path, filename: str, kind: str, boxes: Iterable[Box]) ->
     """Write `boxes` as one new safetensors file and flush it to the disk.
 
     Tensors may lie on any device and have any strides; those not contiguous in host memory are copied, at most one
-    shard in all. Raises ValueError for illegal boxes, FileExistsError when the file is there already, OSError naming
-    the file when the disk is full.
+    shard in all. Raises ValueError for illegal boxes and for weights and moments that are not finite, FileExistsError when
+    the file is there already, OSError naming the file when the disk is full.
     """
     # The largest elements first: every tensor then starts at a multiple of its element size, as mapped reading needs.
     ordered = sorted(boxes, key=lambda box: -box.tensor.dtype.itemsize)
     check_kind(kind)
     path = folder / check_file_name(filename)
+    if kind in FINITE_KINDS and (wrong := next((box for box in ordered if not _is_finite(box.tensor)), None)):
+        raise ValueError(f"{kind} tensor {wrong.key!r} is not finite: training has diverged; lower optimizer.lr")
     header, tensors = _plan(ordered, filename)
     digest = hashlib.sha256()
     try:
@@ -155,30 +161,6 @@ def flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; ValueError naming the path for a missing file, a link, a pipe, a folder."""
-    try:
-        # Opening refuses a link and waits for no pipe's writer; on network disks it also refreshes the size.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: is missing") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read as a regular file ({error.strerror})") from error
-    with open(descriptor, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path}: is not a regular file")
-        yield file
-
-
-def read_small(path: Path, limit: int) -> bytes:
-    """The whole file, which must be regular and have at most `limit` bytes."""
-    with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > limit:
-            raise ValueError(f"{path}: {size} bytes, more than the limit of {limit}")
-        return file.read(limit)
-
-
 def open_checkpoint(path: Path | str) -> "Checkpoint":
     """Read and check the manifest of a checkpoint folder; its files are looked at when they are needed.
 
@@ -189,7 +171,8 @@ def open_checkpoint(path: Path | str) -> "Checkpoint":
         raise ValueError(f"{path}: no such checkpoint folder")
     if not (path / MANIFEST).exists():
         raise ValueError(f"{path}: no {MANIFEST}, so it is no complete checkpoint; use another step")
-    text = read_small(path / MANIFEST, _MAX_JSON_BYTES)
+    beside = sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    text = read_small(path / MANIFEST, _MAX_JSON_BYTES + beside // _FILE_BYTES_PER_JSON_BYTE)
     try:
         return Checkpoint(path, Manifest.parse(text))
     except ValueError as error:
@@ -198,10 +181,14 @@ def open_checkpoint(path: Path | str) -> "Checkpoint":
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder opened for reading. Keeps its shards mapped (not loaded) once they were read from."""
+    """A checkpoint folder opened for reading. Keeps its shards mapped (not loaded) once they were read from.
+
+    `trusted`: names of files that are what the manifest says; each is checked once, here or by `verify` of another rank.
+    """
 
     path: Path
     manifest: Manifest
+    trusted: set[str] = field(default_factory=set, repr=False, compare=False)
     _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _tensors: dict[str, dict[str, tuple[Dims, torch.dtype]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -218,11 +205,12 @@ class Checkpoint:
         if hashlib.sha256(data).hexdigest() != self.manifest.files[TRAINER].sha256:
             raise ValueError(f"{self.path / TRAINER}: changed after it was written; take another step")
         try:
-            state = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            state = parse_json(data)
+        except ValueError as error:
             raise ValueError(f"{self.path / TRAINER}: not JSON: {error}") from error
         if not isinstance(state, dict):
             raise ValueError(f"{self.path / TRAINER}: must be an object, not {state!r:.80}")
+        self.trusted.add(TRAINER)
         return state
 
     def kinds(self) -> list[str]:
@@ -260,35 +248,25 @@ class Checkpoint:
         return out
 
     def verify(
-        self,
-        kinds: Iterable[str] | None = None,
-        checksums: bool = True,
-        on_bytes: Callable[[int], object] | None = None,
+        self, kinds: Iterable[str] | None = None, checksums: bool = True, part: tuple[int, int] = (0, 1)
     ) -> list[str]:
         """What is wrong with the files of `kinds` (default: all, with trainer.json); an empty list when nothing is.
 
-        Sizes always; with `checksums` also every byte (`on_bytes` hears of each chunk) and the shards' own headers.
+        Sizes always; with `checksums` everything that is checked before a file is read. `part` (i, n): only the i-th of n
+        shares of the files, of about equal size, so that ranks can divide the work.
         """
         kinds = {entry.kind for entry in self.manifest.files.values()} if kinds is None else set(kinds)
         missing = kinds - {entry.kind for entry in self.manifest.files.values()}
-        problems = {kind: f"{self.path}: holds no files of kind {kind!r}" for kind in sorted(missing)}
-        for name, entry in self.manifest.files.items():
-            if entry.kind in kinds:
+        problems = [f"{self.path}: holds no files of kind {kind!r}" for kind in sorted(missing)]
+        names = [name for name, entry in self.manifest.files.items() if entry.kind in kinds]
+        names.sort(key=lambda name: (-self.manifest.files[name].size, name))
+        for check in (self._check_size, self._check) if checksums else (self._check_size,):
+            for name in () if problems else names[part[0] :: part[1]]:  # what is not there spares reading the rest
                 try:
-                    self._check_size(name)
-                    if checksums:
-                        self._check_bytes(name, on_bytes)
+                    check(name)
                 except ValueError as error:
-                    problems[name] = str(error)
-        if checksums:
-            entries = [entry for kind in kinds - missing for entry in self.manifest.tensors.get(kind, {}).values()]
-            for dtype, box in ((entry.dtype, box) for entry in entries for box in entry.boxes):
-                if box.file not in problems:
-                    try:
-                        self._stored(box, dtype)
-                    except ValueError as error:
-                        problems[box.file] = str(error)
-        return list(problems.values())
+                    problems.append(str(error))
+        return problems
 
     def require(self, *kinds: str) -> None:
         """Raise ValueError naming the files of `kinds` that are missing or have the wrong size."""
@@ -308,25 +286,48 @@ class Checkpoint:
         if size != expected:
             raise ValueError(f"{self.path / name}: {size} bytes instead of {expected}, so it is cut off or replaced")
 
-    def _check_bytes(self, name: str, on_bytes: Callable[[int], object] | None) -> None:
-        digest = hashlib.sha256()
+    def _check(self, name: str) -> None:
+        """Raise ValueError unless a file is, byte for byte, what the manifest says. Files that were checked cost nothing."""
+        if name in self.trusted:
+            return
+        self._check_size(name)
         with open_regular(self.path / name) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                if on_bytes:
-                    on_bytes(len(chunk))
-        if digest.hexdigest() != self.manifest.files[name].sha256:
-            raise ValueError(f"{self.path / name}: its bytes changed after it was written (sha256 differs)")
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest.files[name].sha256:
+                raise ValueError(f"{self.path / name}: its bytes changed after it was written (sha256 differs)")
+        finite = self.manifest.files[name].kind in FINITE_KINDS
+        for dtype, box in self._boxes.get(name, ()):
+            self._slice(box, dtype)
+            if finite and not _is_finite(self._map(name).get_tensor(box.key)):
+                raise ValueError(f"{self.path / name}: {box.key!r:.200} is not finite; take another step")
+        self.trusted.add(name)
+
+    @cached_property
+    def _boxes(self) -> dict[str, list[tuple[str, StoredBox]]]:
+        """By file: the boxes that the manifest has in it, each with its type."""
+        found: dict[str, list[tuple[str, StoredBox]]] = {}
+        for of_kind in self.manifest.tensors.values():
+            for entry in of_kind.values():
+                for box in entry.boxes:
+                    found.setdefault(box.file, []).append((entry.dtype, box))
+        return found
 
     def _stored(self, box: StoredBox, dtype: str) -> Any:
-        """A lazy slice of one box, whose size, type and shape in the file agree with the manifest."""
+        """A lazy slice of one box, from a file that was checked."""
+        self._check(box.file)
+        return self._slice(box, dtype)
+
+    def _map(self, name: str) -> Any:
+        if name not in self._shards:
+            self._check_size(name)  # whoever checked its bytes may have been another rank
+            self._shards[name] = safe_open(self.path / name, framework="pt")
+        return self._shards[name]
+
+    def _slice(self, box: StoredBox, dtype: str) -> Any:
+        """The box in its file, where its type and shape must be those of the manifest."""
         path = self.path / box.file
         try:
-            if box.file not in self._shards:
-                self._check_size(box.file)
-                self._shards[box.file] = safe_open(path, framework="pt")
-            stored = self._shards[box.file].get_slice(box.key)
-        except SafetensorError as error:
+            stored = self._map(box.file).get_slice(box.key)
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: {error}; the file is damaged, take another step") from error
         if (stored.get_dtype(), tuple(stored.get_shape())) != (dtype, box.shape):
             raise ValueError(
@@ -334,3 +335,11 @@ class Checkpoint:
                 f"the manifest says {dtype} {list(box.shape)}; take another step"
             )
         return stored
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are finite; holds no copy of a large tensor."""
+    if not tensor.is_floating_point():
+        return True
+    parts = tensor.detach().reshape(-1).split(_CHUNK_NUMBERS)
+    return all(bool((part.float() if part.itemsize == 1 else part).isfinite().all()) for part in parts)

@@ -8,6 +8,7 @@ written again moves its older self to `.step_N.replaced`, which stands in while 
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.checkpoint.format import MANIFEST, TRAINER, Checkpoint, open_checkpoint, read_small, write_json
+from recipes.checkpoint.format import MANIFEST, TRAINER, Checkpoint, open_checkpoint, write_json
 from recipes.checkpoint.manifest import Manifest, ShardRecord
+from recipes.files import own_folder, read_small
 
 LATEST = "latest"
 _FOLDER = re.compile(r"step_(\d{8,18})|\.step_(\d{8,18})\.replaced", re.ASCII)
@@ -34,7 +36,7 @@ def begin(checkpoints_dir: Path, step: int) -> Path:
 
     Only one run at a time may write below `checkpoints_dir`.
     """
-    checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    own_folder(checkpoints_dir)
     _clean(checkpoints_dir)
     partial = checkpoints_dir / f".{step_name(step)}.partial"
     partial.mkdir()
@@ -72,30 +74,52 @@ def find_checkpoint(
     Raises ValueError when the step asked for is missing or incomplete, and when there are checkpoints but none is
     complete, so that nobody starts from scratch unknowingly.
     """
-    kinds = None if kinds is None else tuple(kinds)
+    found, skipped = candidates(checkpoints_dir, step)
+    for path in found:
+        if not (problems := _problems(path, kinds)):
+            return path, skipped
+        skipped += problems
+    if step is not None:
+        raise ValueError("; ".join(skipped))
+    if skipped:
+        why = "; ".join(skipped)
+        raise ValueError(f"{checkpoints_dir}: no checkpoint is complete: {why}; move the folder away to start anew")
+    return None, []
+
+
+def candidates(checkpoints_dir: Path, step: int | None = None) -> tuple[list[Path], list[str]]:
+    """Where to look for a checkpoint: first what `latest` names, then what was committed last; and what is wrong with `latest`.
+
+    Nothing is known of them but their age: whoever takes one checks it. Raises ValueError when the `step` asked for is not there.
+    """
     folders = _folders(checkpoints_dir)
     if step is not None:
         if step not in folders:
             there = ", ".join(map(str, sorted(folders))) or "none"
             raise ValueError(f"checkpoint step {step}: not in {checkpoints_dir}; the steps there are: {there}")
-        if problems := _problems(folders[step], step, kinds):
-            raise ValueError("; ".join(problems))
-        return folders[step], []
-    if not folders:
-        return None, []
+        return [folders[step]], []
+
+    def age(step: int) -> tuple[float, int]:
+        try:
+            return open_checkpoint(folders[step]).manifest.committed_at, step
+        except ValueError:
+            return math.inf, step  # what cannot be opened is said first
+
+    ordered = sorted(folders, key=age, reverse=True)
     skipped = []
-    try:
-        latest = _read_latest(checkpoints_dir, folders)
-        if not (problems := _problems(folders[latest], latest, kinds)):
-            return folders[latest], []
-    except ValueError as error:
-        skipped.append(str(error))
-    complete, problems = _complete(folders, kinds)
-    skipped += problems
-    if not complete:
-        why = "; ".join(skipped)
-        raise ValueError(f"{checkpoints_dir}: no checkpoint is complete: {why}; move the folder away to start anew")
-    return folders[complete[-1]], skipped
+    if folders:
+        try:
+            latest = _read_latest(checkpoints_dir, folders)
+            ordered = [latest, *(step for step in ordered if step != latest)]
+        except ValueError as error:
+            skipped.append(str(error))
+    return [folders[step] for step in ordered], skipped
+
+
+def check_name(folder: Path, checkpoint: Checkpoint) -> None:
+    """Raise ValueError when a folder is called like another step than the one that it holds."""
+    if _step_of(folder) not in (None, checkpoint.step):
+        raise ValueError(f"{folder}: the manifest is of step {checkpoint.step}")
 
 
 def rotate(checkpoints_dir: Path, keep: int, protect: Iterable[Path] = ()) -> list[Path]:
@@ -145,21 +169,20 @@ def _complete(folders: dict[int, Path], kinds: Iterable[str] | None = None) -> t
     """The steps that are complete in the files of `kinds`, oldest commit first, and what is wrong with the others."""
     committed, problems = {}, []
     for step, path in folders.items():
-        if why := _problems(path, step, kinds):
+        if why := _problems(path, kinds):
             problems += why
         else:
             committed[step] = open_checkpoint(path).manifest.committed_at
     return sorted(committed, key=lambda step: (committed[step], step)), problems
 
 
-def _problems(path: Path, step: int, kinds: Iterable[str] | None = None) -> list[str]:
-    """Why the folder is no complete checkpoint of this step; an empty list when it is."""
+def _problems(path: Path, kinds: Iterable[str] | None = None) -> list[str]:
+    """Why the folder is no complete checkpoint, as far as sizes tell, of the step in its name; an empty list when it is."""
     try:
         checkpoint = open_checkpoint(path)
+        check_name(path, checkpoint)
     except ValueError as error:
         return [str(error)]
-    if checkpoint.step != step:
-        return [f"{path}: the manifest is of step {checkpoint.step}"]
     return checkpoint.verify(kinds, checksums=False)
 
 
@@ -183,11 +206,11 @@ def _point_latest(folder: Path) -> None:
 def _move_in(partial: Path, final: Path) -> None:
     """Give a complete folder its name; an older checkpoint of the same step is deleted only afterwards."""
     old = partial.with_name(f".{final.name}.replaced")
-    if final.exists():
+    if os.path.lexists(final):  # a link too, which is moved aside itself
         final.rename(old)
     partial.rename(final)
     _flush_folder(final.parent)
-    if old.exists():
+    if os.path.lexists(old):
         _delete(old)
 
 
@@ -199,9 +222,12 @@ def _delete(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder that is never selected. What stays, because a reader on a network disk has it open, must not end
-    the run: the next begin() tries again."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a folder that is never selected; of a link only itself. What stays, because a reader on a network disk has it
+    open, must not end the run: the next begin() tries again."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clean(checkpoints_dir: Path) -> None:
@@ -215,7 +241,7 @@ def _clean(checkpoints_dir: Path) -> None:
             else:
                 path.rename(final)
         elif _LEFTOVER.fullmatch(path.name):
-            if path.is_dir():
+            if path.is_dir() or path.is_symlink():
                 _remove(path)
             else:
                 path.unlink()

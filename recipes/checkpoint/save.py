@@ -1,4 +1,7 @@
-"""From a live engine to a canonical checkpoint: ranks join fragments tensor by tensor and share the writing."""
+"""From a live engine to a canonical checkpoint: ranks join fragments tensor by tensor and share the writing.
+
+layout -> owners (equal on all ranks, or nothing is written) -> each rank's boxes -> shards -> nothing missing -> commit
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from recipes.checkpoint.manifest import ShardRecord
 from recipes.checkpoint.rng import rng_state
 from recipes.checkpoint.rotate import begin, commit, rotate
 from recipes.engine import Engine
-from recipes.logical import Piece
+from recipes.logical import logical_tensors
+from recipes.placement import Owners, digest, owners
 
 
 class CheckpointError(RuntimeError):
@@ -26,20 +30,26 @@ def save(
     step: int,
     engine: Engine,
     trainer: dict[str, Any],
-    keep: int,
+    keep: int | None,
     protect: list[Path],
     rng: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write step `step` below `directory` and delete old ones (a collective). Returns the new folder.
+    """Write step `step` below `directory`, and keep the newest `keep` (None: all) (a collective). Returns the new folder.
 
     `rng`: the generators' states after the step; None: as they are now.
 
     Raises CheckpointError on every rank when any rank could not write.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    owner = owners(engine.model.config, engine.layout)
+    if not collectives.same_on_all_ranks(digest(owner)):
+        raise CheckpointError(
+            "the ranks do not agree on which of them writes which part of the model; run the same version of this program "
+            f"with the same settings on all of them; the checkpoints before step {step} are intact"
+        )
     partial = Path(_on_rank_zero(lambda: str(begin(directory, step))))
     records, problem = [], None
-    boxes = _owned_boxes(engine, rank, world_size)
+    boxes = _owned_boxes(engine, owner)
     boxes["rng"] = [Box.whole(f"rank{rank}/{name}", tensor) for name, tensor in (rng or rng_state()).items()]
     try:
         for kind, members in boxes.items():
@@ -53,12 +63,13 @@ def save(
         raise CheckpointError(f"{problems[0]}; the checkpoints before step {step} are intact")
 
     def finish() -> str:
-        return str(
-            commit(partial, [ShardRecord.from_dict(r) for report in reports for r in report["records"]], trainer)
-        )
+        written = [ShardRecord.from_dict(record) for report in reports for record in report["records"]]
+        _check_complete(written, engine)
+        return str(commit(partial, written, trainer))
 
     folder = Path(_on_rank_zero(finish))
-    _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
+    if keep is not None:
+        _on_rank_zero(lambda: len(rotate(directory, keep, protect)))
     return folder
 
 
@@ -76,26 +87,31 @@ def _on_rank_zero(action: Any) -> Any:
     return outcome["result"]
 
 
-def _owned_boxes(engine: Engine, rank: int, world_size: int) -> dict[str, list[Box]]:
-    """The boxes that this rank writes. Ranks with the same parameter join it, and the least loaded of them keeps it."""
+def _owned_boxes(engine: Engine, owner: Owners) -> dict[str, list[Box]]:
+    """The boxes that this rank writes. Ranks with the same parameter join it, and the owner of each piece keeps it."""
     boxes: dict[str, list[Box]] = {"model": [], "optimizer": []}
-    load = [0] * world_size
     for entry in engine.parameters:
-        mine = False
-        for replicas in engine.replica_groups(entry):  # every rank works out all owners, so that all agree
-            owner = min(replicas, key=lambda member: load[member])
-            load[owner] += entry.numel
-            mine |= owner == rank
         states = engine.joined_state(entry)
-        if not mine:
-            continue
-        for piece in entry.pieces:
+        mine = [piece for piece in entry.pieces if owner[piece.name, piece.offsets] == dist.get_rank()]
+        for piece in mine:
             for name, state in states.items():
-                kind, key = ("model", piece.name) if name == "master" else ("optimizer", f"{name}/{piece.name}")
-                boxes[kind].append(_box(key, piece, state))
+                value = piece.read(state).float().cpu()  # boxes of a rank never lie on its device together
+                if len(mine) < len(entry.pieces):  # a view would keep the whole joined parameter in memory
+                    value = value.clone()
+                kind, key = _stored_as(name, piece.name)
+                boxes[kind].append(Box(key, piece.global_shape, piece.offsets, value))
     return boxes
 
 
-def _box(name: str, piece: Piece, state: torch.Tensor) -> Box:
-    """In host memory, so that the boxes of a rank never lie on its device together."""
-    return Box(name, piece.global_shape, piece.offsets, piece.read(state).float().cpu())
+def _check_complete(written: list[ShardRecord], engine: Engine) -> None:
+    """Raise ValueError naming a tensor that no rank has written any part of; holes in a tensor are the manifest's affair."""
+    found = {(record.file.kind, name) for record in written for name in record.tensors}
+    for name in logical_tensors(engine.model.config):
+        for kind, key in (_stored_as(state, name) for state in engine.state_names()):
+            if (kind, key) not in found:
+                raise ValueError(f"{kind} tensor {key!r} was written by no rank")
+
+
+def _stored_as(state: str, name: str) -> tuple[str, str]:
+    """Kind and key of the master, or a moment, of a logical tensor."""
+    return ("model", name) if state == "master" else ("optimizer", f"{state}/{name}")

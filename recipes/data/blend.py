@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from recipes.data.dataset import DatasetInfo
-from recipes.data.indexed import num_windows
+from recipes.data.indexed import check_ids, num_windows
 
 # Weights are rounded to 1 / PERIOD; the order of the domains repeats after about so many samples.
 PERIOD = 1 << 18
@@ -131,17 +131,25 @@ class _Pass:
 class Blend:
     """Random access to the endless sequence of training samples.
 
-    sources: one per domain; weights: their sampling probabilities, in the same order; seq_length: ids per sample - 1.
-    Raises ValueError for a source without ids.
+    sources: one per domain; weights: their sampling probabilities, in the same order; seq_length: ids per sample - 1;
+    vocab_size: every sample's ids must be below it (None: not checked). Raises ValueError for a source without ids, and at
+    a sample with an id beyond the vocabulary.
     """
 
-    def __init__(self, sources: Sequence[TokenSource], weights: Sequence[float], seq_length: int, seed: int):
+    def __init__(
+        self,
+        sources: Sequence[TokenSource],
+        weights: Sequence[float],
+        seq_length: int,
+        seed: int,
+        vocab_size: int | None = None,
+    ):
         for source in sources:
             if len(source.ids) == 0:
                 raise ValueError(f"domain {source.name!r} has no tokens; leave it out of the blend")
         names = [source.name for source in sources]
         assert len(weights) == len(names) == len(set(names)) > 0 and seq_length > 0 and seed >= 0
-        self.sources, self.seq_length, self.seed = list(sources), seq_length, seed
+        self.sources, self.seq_length, self.seed, self.vocab_size = list(sources), seq_length, seed, vocab_size
         self.order = BlendOrder(weights)
         self._passes: list[dict[int, _Pass]] = [{} for _ in sources]
 
@@ -154,7 +162,10 @@ class Blend:
         index, j = self.order.locate(k)
         source = self.sources[index]
         windows = max(1, num_windows(len(source.ids), self.seq_length))
-        return self._pass(index, j // windows).window(j % windows)
+        ids = self._pass(index, j // windows).window(j % windows)
+        if self.vocab_size is not None:
+            check_ids(ids, self.vocab_size, f"{source}, sample {k}")
+        return ids
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """The samples named, stacked: int64 [len(indices), seq_length + 1]."""
@@ -176,7 +187,7 @@ def open_blend(
     """The blend of a data set's domains; `weights` as in `resolve_weights`."""
     resolved = resolve_weights(info.tokens(split), weights)
     sources = [info.open(name, split) for name in resolved]
-    return Blend(sources, list(resolved.values()), seq_length, seed)
+    return Blend(sources, list(resolved.values()), seq_length, seed, info.vocab_size)
 
 
 def require_samples(

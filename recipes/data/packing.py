@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 Documents = list[list[int]]  # the lengths of those in each sequence, in order
 
 

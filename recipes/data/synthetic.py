@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from recipes.data.dataset import FORMAT_VERSION, MANIFEST, SPLITS
+from recipes.data.dataset import SPLITS, write_manifest
 from recipes.data.indexed import IndexedWriter, megatron_indexed_dataset
 
 EOD = 0
@@ -35,7 +35,12 @@ def write_dataset(
                 written += len(ids)
             splits[split] = writer.finish()
         entries[domain] = {"splits": splits}
-    tokenizer = {"file": "none", "fingerprint": "synthetic", "vocab_size": vocab_size, "eod": EOD}
-    manifest = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "dtype": dtype.name, "domains": entries}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    tokenizer: dict[str, Any] = {
+        "file": None,
+        "files": {},
+        "fingerprint": "synthetic",
+        "vocab_size": vocab_size,
+        "eod": EOD,
+    }
+    write_manifest(folder, tokenizer, dtype, entries)
     return folder

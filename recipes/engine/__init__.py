@@ -1,4 +1,8 @@
-"""The only package that talks to DeepSpeed: its configuration, one optimizer step, and the optimizer's state."""
+"""Training on DeepSpeed's engine: its configuration, one optimizer step, and the optimizer's state.
+
+Two other modules import DeepSpeed: `recipes.groups` gives it the process groups of the experts, and `recipes.moe.layer` builds on
+its MoE layer. A test of the imports holds it.
+"""
 
 from recipes.config import Config
 from recipes.engine.engine import Engine

@@ -37,7 +37,6 @@ from recipes.engine.state import (
 from recipes.groups import DataParallel
 from recipes.logical import LocalParameter, Piece
 from recipes.model.gpt import GPT
-from recipes.topology import Role
 
 
 class Engine:
@@ -49,7 +48,7 @@ class Engine:
         self.parameters = parameters
         self.clip_grad = config.optimizer.clip_grad
         self.groups, self.layout = model.groups, model.groups.layout
-        self._copies = {entry.name: len(self.replica_groups(entry)[0]) for entry in parameters}
+        self._copies = {entry.name: self._num_copies(entry) for entry in parameters}
         self.data_parallel_size = self.layout.data_parallel_size
         self.optimizer = make_optimizer(config, parameters, self.layout)
         settings = deepspeed_settings(config, self.layout)
@@ -218,15 +217,12 @@ class Engine:
             found += [(piece, piece.read(grad).clone()) for piece in entry.pieces]
         return found
 
-    def replica_groups(self, entry: LocalParameter) -> list[list[int]]:
-        """Groups of ranks that hold the same values of this parameter, of those groups that hold some part of it."""
+    def _num_copies(self, entry: LocalParameter) -> int:
+        """Ranks that hold the same values of this parameter."""
         if is_moe_param(entry.parameter):
-            return self.layout.groups(Role.edp)
-        groups = self.layout.groups(Role.dp) if entry.sharded else self.layout.stages()
-        if entry.tied:  # both lists are in the order of the stages
-            ends = len(groups) // self.layout.pipeline_parallel_size
-            groups = [[*first, *last] for first, last in zip(groups[:ends], groups[-ends:], strict=True)]
-        return groups
+            return self.layout.expert_data_parallel_size
+        over_tensor = 1 if entry.sharded else self.layout.tensor_parallel_size
+        return self.layout.data_parallel_size * over_tensor * (2 if entry.tied else 1)
 
     def fragment(self, parameter: nn.Parameter) -> Fragment | None:
         """This rank's part of a parameter's master and moments."""
@@ -242,12 +238,12 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, entry: LocalParameter, states: dict[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of master and moments from whole fp32 tensors shaped like the parameter."""
+        """Overwrite this rank's part of the states given from whole fp32 tensors shaped like the parameter; `master` is one."""
         fragment = self.fragment(entry.parameter)
         if fragment is not None:
-            for name in self.state_names():
+            for name, state in states.items():
                 target = fragment.states[name]
-                target.copy_(states[name].reshape(-1).narrow(0, fragment.start, target.numel()))
+                target.copy_(state.reshape(-1).narrow(0, fragment.start, target.numel()))
         if isinstance(self.wrapper, DeepSpeedZeroOptimizer_Stage3):
             with deepspeed.zero.GatheredParameters([entry.parameter], modifier_rank=0):
                 entry.parameter.copy_(states["master"])

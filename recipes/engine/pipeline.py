@@ -39,7 +39,7 @@ class Stage(PipelineModule):
         for role, lists in ((Role.pp, self._grid.pipe_groups), (Role.dp, self._grid.dp_groups)):
             assert sorted(lists) == layout.groups(role), f"DeepSpeed's {role} groups differ"
         self.gpt = (model,)  # a tuple: it is registered as the layer already
-        self.micro_batches: Iterator[dict[str, torch.Tensor]] = iter(())
+        self.micro_batches: Iterator[dict[str, Any]] = iter(())
         self.loss_scale = 0.0
         self.nll = torch.zeros((), dtype=torch.float64, device=collectives.device())
 
@@ -65,7 +65,7 @@ class PipelineEngine(Engine):
         )  # in place of its grid, whose tensor parallelism is not its business
         return inner
 
-    def accumulate(self, micro_batches: list[dict[str, torch.Tensor]], global_tokens: int) -> torch.Tensor:
+    def accumulate(self, micro_batches: list[dict[str, Any]], global_tokens: int) -> torch.Tensor:
         """See Engine.accumulate."""
         stage, inner = self.stage, self.inner
         # DeepSpeed averages over data-parallel ranks and micro-batches; the parts are to be summed.

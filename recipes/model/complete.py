@@ -11,36 +11,15 @@ from collections.abc import Iterable
 
 from recipes.config import Config
 from recipes.groups import Groups
-from recipes.logical import LocalParameter, expert_counts, logical_tensors, stage_layers
-from recipes.plan.shapes import local_shape
-from recipes.topology import Role
+from recipes.logical import LocalParameter
+from recipes.placement import held_boxes
 
 _SHOWN = 4  # names in a message
 
 
 def expected_elements(config: Config, groups: Groups) -> dict[str, int]:
     """Elements of each logical tensor on this rank, vocabulary padding left out, worked out from the description alone."""
-    layout, model = groups.layout, config.model
-    stage, last = groups.index(Role.pp), layout.pipeline_parallel_size - 1
-    layers, counts = set(stage_layers(config, last + 1)[stage]), expert_counts(config)
-    tied_copy = model.share_embeddings_and_output_weights and stage == last
-    found = {}
-    for name, tensor in logical_tensors(config).items():
-        module, *rest = name.split(".")
-        if module == "layers":
-            layer = int(rest[0])
-            here = layer in layers
-            if rest[1:3] == ["moe", "experts"]:
-                mine = counts[layer] // layout.expert_parallel_size
-                here &= int(rest[3]) // mine == groups.index(Role.ep)
-        else:
-            here = stage == 0 or tied_copy if module == "embedding" else stage == last
-        rows, *columns = local_shape(tensor, config, layout)
-        if module in ("embedding", "head"):
-            rows = min(rows, tensor.shape[0] - rows * groups.index(Role.tp))
-        if here and rows > 0:
-            found[name] = math.prod((rows, *columns))
-    return found
+    return {box.name: math.prod(box.shape) for box in held_boxes(config, groups.layout) if groups.rank in box.ranks}
 
 
 def check_complete(config: Config, groups: Groups, parameters: Iterable[LocalParameter]) -> None:

@@ -1,7 +1,7 @@
 """Routing that learns nothing, to measure what learned routing is worth: a fixed table of token ids, and chance.
 
-Both depend on the seed, the layer and the tokens of the document up to the one that is routed, so that no layout, batch or resumed run changes
-them, and evaluation and generation do as training does.
+Both depend on the seed, the layer and the tokens of the document up to the one that is routed, so that no layout, batch or resumed
+run changes them, and evaluation and generation do as training does.
 """
 
 from __future__ import annotations

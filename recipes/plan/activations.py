@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from recipes.config import Activation, Config, MoeBackend, Normalization, Precision, Recompute
 from recipes.logical import (
+    expert_counts,
     expert_width,
     ffn_width,
     head_width,
-    moe_layers,
     num_kv_heads,
-    num_moe_experts,
     padded_vocab_size,
     stage_layers,
 )
@@ -41,21 +40,26 @@ class Activations:
     in_flight: int
 
 
-def stage_activations(config: Config, layout: Layout, stage: int) -> Activations:
-    """What a rank of pipeline stage `stage` keeps at its peak.
+def stage_activations(config: Config, layout: Layout) -> list[Activations]:
+    """What a rank of each pipeline stage keeps at its peak.
 
     In the schedule 1F1B (Narayanan et al. 2019, arXiv 1806.03377, sec. 3.2) stage s of P has at most P - s micro-batches started
     and not yet finished.
     """
     train, stages = config.train, layout.pipeline_parallel_size
-    micro_batch = _MicroBatch(config, layout)
-    blocks = [micro_batch.block(layer) for layer in stage_layers(config, stages)[stage]]
-    kept = sum(kept for kept, _ in blocks) + micro_batch.ends(first=stage == 0, last=stage == stages - 1)
+    micro_batch, counts, found = _MicroBatch(config, layout), expert_counts(config), []
+    alike = {experts: micro_batch.block(experts) for experts in {*counts.values(), 0}}  # kept, again
     accumulation = max(1, train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size))
-    in_flight = min(stages - stage, accumulation)
-    if stages > 1 and stage == stages - 1:
-        kept += micro_batch.hidden * min(2, accumulation - 1)  # inputs of finished ones, to which DeepSpeed holds on
-    return Activations(in_flight * kept, max(again for _, again in blocks), in_flight)
+    for stage, layers in enumerate(stage_layers(config, stages)):
+        blocks = [alike[counts.get(layer, 0)] for layer in layers]
+        kept = sum(kept for kept, _ in blocks) + micro_batch.ends(first=stage == 0, last=stage == stages - 1)
+        in_flight = min(stages - stage, accumulation)
+        if stages > 1 and stage == stages - 1:
+            kept += micro_batch.hidden * min(
+                2, accumulation - 1
+            )  # inputs of finished ones, to which DeepSpeed holds on
+        found.append(Activations(in_flight * kept, max(again for _, again in blocks), in_flight))
+    return found
 
 
 class _MicroBatch:
@@ -93,9 +97,10 @@ class _MicroBatch:
         # T V exponentials, factors, labels, and which of them are here
         return kept + self.tokens * (vocab * FP32 + FP32 + INT64 + BOOL)
 
-    def block(self, layer: int) -> tuple[int, int]:
-        """Bytes that a block keeps, and those that are there meanwhile when the most of it at a time is computed again."""
-        lines = list(self._lines(layer))
+    def block(self, num_experts: int) -> tuple[int, int]:
+        """Bytes that a block with so many experts (0: a dense one) keeps, and those that are there meanwhile when the most of it
+        at a time is computed again."""
+        lines = list(self._lines(num_experts))
         if self.full:
             held = sum(count for module, count in lines if module == HELD)
             kept_input = 0 if self.norms_copy else self.hidden  # which is among the lines
@@ -108,7 +113,7 @@ class _MicroBatch:
             again.pop(module, 0)
         return kept, max(again.values(), default=0)
 
-    def _lines(self, layer: int) -> Iterator[tuple[str, int]]:
+    def _lines(self, num_experts: int) -> Iterator[tuple[str, int]]:
         """What a block saves, each with the module that recomputation would have to name for it not to be kept."""
         # Where RMSNorm keeps a copy, its input would be kept in place of its output.
         norm_output = (ALWAYS if self.norms_copy else "layernorm"), self.hidden
@@ -117,8 +122,8 @@ class _MicroBatch:
         yield from self._attention()
         yield ALWAYS, self._dropout()
         yield ALWAYS, self._norm(self.rows, self.model.hidden_size)
-        if layer in moe_layers(self.config):
-            yield from self._moe(num_moe_experts(self.config, layer), norm_output)
+        if num_experts:
+            yield from self._moe(num_experts, norm_output)
         else:
             yield norm_output
             yield from (("mlp", count) for count in self._mlp())

@@ -7,15 +7,14 @@ Experts and shared experts are divided over expert-tensor-parallel ranks in the 
 
 from __future__ import annotations
 
+import collections
 import math
 from dataclasses import dataclass
 
 from recipes.config import Config
-from recipes.logical import LogicalTensor, expert_counts, logical_tensors, padded_vocab_size, stage_layers
+from recipes.logical import LogicalTensor, divided_axis, expert_counts, padded_vocab_size, stage_layers, tensor_kinds
 from recipes.topology import Layout
 
-_ROWS_DIVIDED = ("q", "k", "v", "gate", "up")
-_COLUMNS_DIVIDED = ("out", "down")
 _IN_ONE_PARAMETER = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
@@ -24,20 +23,13 @@ def local_shape(tensor: LogicalTensor, config: Config, layout: Layout) -> tuple[
     shape = list(tensor.shape)
     if tensor.name in ("embedding.weight", "head.weight"):
         shape[0] = padded_vocab_size(config.model, layout.tensor_parallel_size)
-    axis = _divided_axis(tensor)
+    axis = divided_axis(tensor.name)
     if axis is not None:
         in_experts = ".moe." in tensor.name
         count = layout.expert_tensor_parallel_size if in_experts else layout.tensor_parallel_size
         assert shape[axis] % count == 0, (tensor.name, shape, count)
         shape[axis] //= count
     return tuple(shape)
-
-
-def _divided_axis(tensor: LogicalTensor) -> int | None:
-    module, kind = tensor.name.split(".")[-2:]
-    if module in ("embedding", "head", *_ROWS_DIVIDED):
-        return 0
-    return 1 if module in _COLUMNS_DIVIDED and kind == "weight" else None
 
 
 @dataclass(frozen=True)
@@ -50,16 +42,18 @@ class Held:
 
 def held_weights(config: Config, layout: Layout) -> list[Held]:
     """What each rank of every pipeline stage holds: the ranks of a stage hold equally much."""
-    layers = stage_layers(config, layout.pipeline_parallel_size)
-    stage_of = {layer: stage for stage, members in enumerate(layers) for layer in members}
-    last = len(layers) - 1
+    stages = stage_layers(config, layout.pipeline_parallel_size)
+    stage_of = {layer: stage for stage, members in enumerate(stages) for layer in members}
+    last = len(stages) - 1
     ends = {0, last} if config.model.share_embeddings_and_output_weights else {0}  # that hold the embedding
-    dense, experts = [0] * len(layers), [0] * len(layers)
-    for name, tensor in logical_tensors(config).items():
-        module, number, *_ = name.split(".")
-        count = math.prod(local_shape(tensor, config, layout))
-        for stage in {stage_of[int(number)]} if module == "layers" else ends if module == "embedding" else {last}:
-            (experts if ".moe.experts." in name else dense)[stage] += count
+    dense, experts = [0] * len(stages), [0] * len(stages)
+    for tensor, layers, copies in tensor_kinds(config):
+        count = copies * math.prod(local_shape(tensor, config, layout))
+        holders = collections.Counter(stage_of[layer] for layer in layers)
+        if not layers:
+            holders.update(ends if tensor.name == "embedding.weight" else {last})
+        for stage, times in holders.items():
+            (experts if ".moe.experts." in tensor.name else dense)[stage] += count * times
     assert not any(count % layout.expert_parallel_size for count in expert_counts(config).values())
     return [Held(*both) for both in zip(dense, (n // layout.expert_parallel_size for n in experts), strict=True)]
 
@@ -67,8 +61,10 @@ def held_weights(config: Config, layout: Layout) -> list[Held]:
 def small_weights(config: Config, layout: Layout, limit: int) -> int:
     """Weights of a dense model in one stage that lie in parameters of at most `limit` elements on a rank."""
     sizes: dict[str, int] = {}
-    for name, tensor in logical_tensors(config).items():
-        *prefix, module, kind = name.split(".")
+    times: dict[str, int] = {}
+    for tensor, layers, copies in tensor_kinds(config):
+        *prefix, module, kind = tensor.name.split(".")
         parameter = ".".join((*prefix, _IN_ONE_PARAMETER.get(module, module), kind))
         sizes[parameter] = sizes.get(parameter, 0) + math.prod(local_shape(tensor, config, layout))
-    return sum(size for size in sizes.values() if size <= limit)
+        times[parameter] = copies * (len(layers) or 1)
+    return sum(size * times[parameter] for parameter, size in sizes.items() if size <= limit)

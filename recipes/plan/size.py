@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import Config, OptimizerName, Precision
-from recipes.logical import expert_counts, expert_width, head_width, logical_tensors, stage_layers
+from recipes.logical import expert_counts, expert_width, head_width, stage_layers, tensor_kinds
 from recipes.plan.activations import stage_activations
 from recipes.plan.shapes import Held, held_weights, small_weights
 from recipes.topology import Cluster, Layout, Role, layout_of, used_zero_stage
@@ -42,21 +42,21 @@ class Weights:
 
 def count_weights(config: Config) -> Weights:
     """The weights of a description. Raises ValueError for an unknown vocabulary size."""
-    model, counts = config.model, expert_counts(config)
+    model = config.model
     if model.vocab_size is None:
         raise ValueError("model.vocab_size=null: sizes need it; set it, or name data by data.path")
-    dense = multiplied = 0
-    experts = dict.fromkeys(counts, 0)  # by layer
-    for name, tensor in logical_tensors(config).items():
-        if ".moe.experts." in name:
-            experts[int(name.split(".")[1])] += tensor.numel
+    dense = multiplied = experts = active = 0
+    for tensor, layers, copies in tensor_kinds(config):
+        numel = tensor.numel * (len(layers) or 1)
+        if ".moe.experts." in tensor.name:
+            experts += numel * copies
+            active += numel * config.moe.moe_router_topk
             continue
-        dense += tensor.numel
-        look_up = name == "embedding.weight" and not model.share_embeddings_and_output_weights
+        dense += numel
+        look_up = tensor.name == "embedding.weight" and not model.share_embeddings_and_output_weights
         if len(tensor.shape) == 2 and not look_up:  # tied, the embedding is the head
-            multiplied += tensor.numel
-    active = sum(experts[layer] // count for layer, count in counts.items()) * config.moe.moe_router_topk
-    return Weights(dense, sum(experts.values()), active, multiplied)
+            multiplied += numel
+    return Weights(dense, experts, active, multiplied)
 
 
 def total_parameters(config: Config) -> int:
@@ -173,8 +173,8 @@ def _stages(config: Config, layout: Layout) -> list[dict[str, Any]]:
     """Of each pipeline stage its layers, and what one of its ranks holds: see RankBytes and Activations."""
     found = []
     layers = stage_layers(config, layout.pipeline_parallel_size)
-    for number, memory in enumerate(_bytes_by_stage(config, layout)):
-        activations = stage_activations(config, layout, number)
+    held = zip(_bytes_by_stage(config, layout), stage_activations(config, layout), strict=True)
+    for number, (memory, activations) in enumerate(held):
         found.append(
             {
                 "layers": [layers[number][0], layers[number][-1]],
@@ -199,12 +199,13 @@ def _crossing(config: Config, layout: Layout, cluster: Cluster) -> list[str]:
 def describe(config: Config, world_size: int, cluster: Cluster | None = None) -> RenderableType:
     """The plan as a table to print."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"plan of {config.run.name}", title_justify="left", show_header=False)
+    table = Table(title=Text(f"plan of {config.run.name}"), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in _rows(config, plan(config, world_size, cluster)).items():
-        table.add_row(name, text)
+        table.add_row(name, Text(text))
     return table
 
 

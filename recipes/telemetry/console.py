@@ -3,8 +3,9 @@
 `open_progress` picks between the two; ranks other than 0 use `NoProgress`.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -84,7 +85,8 @@ class LiveProgress:
         self._bar.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
-        self._bar.stop()
+        with _somebody_reads(self._bar.console):
+            self._bar.stop()
 
 
 def open_progress(total_steps: int, start_step: int, log_interval: int, console: Console | None = None) -> Progress:
@@ -146,4 +148,14 @@ def loss_table(title: str, rows: Mapping[str, float]) -> Table:
 
 def _print(console: Console, message: RenderableType) -> None:
     # A message is text, not markup: "[10,12]" or a path must come out as it is, on one line however narrow the window.
-    console.print(message, markup=False, highlight=False, soft_wrap=isinstance(message, str))
+    with _somebody_reads(console):
+        console.print(message, markup=False, highlight=False, soft_wrap=isinstance(message, str))
+
+
+@contextlib.contextmanager
+def _somebody_reads(console: Console) -> Iterator[None]:
+    """A terminal that was closed, or the end of what reads our output, is no reason to end a run: be silent from then on."""
+    try:
+        yield
+    except (OSError, SystemExit):  # the latter is what rich makes of a broken pipe
+        console.quiet = True

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from recipes.text import redact, shown
+
 PACKAGES = ("torch", "deepspeed", "megatron-core", "hydra-core", "transformers", "numpy", "safetensors", "wandb")
 
 # What a launcher or a user sets to change how a job runs. Host names and addresses are left out: they say nothing about
@@ -18,7 +20,7 @@ _VARIABLES = re.compile(
     r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|PYTHONHASHSEED|SLURM_(JOB_ID|NNODES|NTASKS|CPUS_PER_TASK|RESTART_COUNT)"
     r"|(NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|NVTE|DS)_\w+)"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|SIGNATURE|JWT|PRIVATE", re.IGNORECASE)
 
 
 def describe_environment(patches_applied: list[str], source: Path = Path(__file__).parents[2]) -> dict[str, Any]:
@@ -30,13 +32,17 @@ def describe_environment(patches_applied: list[str], source: Path = Path(__file_
     """
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        "git": _git(source),
+        "git": git_state(source),
         "patches": patches_applied,
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k) and not _SECRET.search(k)},
+        "variables": {
+            name: shown(redact(value))
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        },
     }
 
 
@@ -47,7 +53,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(source: Path) -> dict[str, Any] | None:
+def git_state(source: Path = Path(__file__).parents[2]) -> dict[str, Any] | None:
     """Commit of the tree and whether it differs from it; None when `source` is not itself the root of a checkout."""
     # An installed copy may lie inside some other repository, whose commit would be a lie.
     if not (source / ".git").exists():

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.telemetry.summary import replace_text
+from recipes.files import open_append, parse_json, replace_text
 
 Scalar = float | int | str | bool | None
+_NONFINITE = ("nan", "inf", "-inf")
 
 
 class MetricsFile:
@@ -38,7 +39,7 @@ class MetricsFile:
         elif path.exists():
             kept = [line for line, row in _parse(path) if row["step"] <= resume_step]
             replace_text(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_append(path)
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None:
         """Append one line for optimizer step `step` (1-based). `values` are plain Python scalars."""
@@ -78,18 +79,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _parse(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(text, object) of each complete line. Only a last line without its newline may be incomplete."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path}: is missing, or no regular file")
     # A torn line may end inside a character: replace what does not decode, the line is dropped anyway.
     *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not _is_row(row):
             raise ValueError(
                 f"{path}, line {number}: expected a JSON object with an integer 'step', found {line[:80]!r}; "
                 "remove the line, or move the file away to start a new one"
             )
         parsed.append((line, row))
     return parsed
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is what `write` writes: a step, and of what is not finite the kind."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 2**63:
+        return False
+    kinds = row.get("nonfinite", {})
+    return isinstance(kinds, dict) and all(isinstance(kind, str) and kind in _NONFINITE for kind in kinds.values())

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.files import own_folder
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,9 +66,10 @@ class ProfileWindow:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         if self._recorded:
-            self._folder.mkdir(parents=True, exist_ok=True)
             name = f"trace_rank{self._rank}_steps{self._recorded[0]}-{self._recorded[-1]}.json.gz"
-            profiler.export_chrome_trace(str(self._folder / name))
+            path = own_folder(self._folder) / name
+            path.unlink(missing_ok=True)  # of an earlier attempt, or a link
+            profiler.export_chrome_trace(str(path))
 
 
 def _start() -> "torch.profiler.profile":

@@ -2,26 +2,10 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-
-def replace_text(path: Path, text: str) -> None:
-    """Put `text` at `path` so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: the folder is missing, full or not writable; `path` is then unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # a rename is atomic only within one file system
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from recipes.files import replace_text
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -4,21 +4,25 @@
   never decrease, is left to itself. A run that resumes from an older checkpoint therefore loses no point: every step it
   computes is recorded. Steps that were computed twice (after the checkpoint, before the crash) keep both points on W&B,
   at the same place of the axis; `metrics.jsonl` keeps only the later one.
-* **Identity.** The run id is ours (`new_run_id`), kept in the checkpoint, and passed with `resume="allow"` online and
-  offline. Offline, wandb gives each process its own folder, `<run folder>/wandb/offline-run-<time>-<id>`, and notes the
-  id and the wish to resume in it; `wandb sync` uploads the folders of one id in order of their start (wandb 0.31).
+* **Identity.** The run id is that of WANDB_RUN_ID, else that of the checkpoint, else a fresh one. It is kept in the
+  checkpoint, passed with `resume="allow"` online and offline, and ends the run's name, which is therefore unique. Offline,
+  wandb gives each process its own folder, `<run folder>/wandb/offline-run-<time>-<id>`, and notes the id and the wish to
+  resume in it; `wandb sync` uploads the folders of one id in order of their start (wandb 0.31).
 * **Failure.** An exception of wandb is reported once on stderr and training goes on. Settings that wandb refuses and a
   missing or wrong key are mistakes of the configuration; they stop the job before its first step.
 """
 
+import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.config import TelemetryConfig, WandbMode
+from recipes.telemetry.environment import git_state
+from recipes.text import printable, redact
 
 STEP_METRIC = "train/step"
 
@@ -56,9 +60,9 @@ class WandbLogger:
     """One W&B run. Build it once per job, on rank 0, through `open_run`.
 
     Args:
-        run_folder: existing folder, its name is the run's; wandb's files go to `<run_folder>/wandb`.
+        run_folder: existing folder; wandb's files go to `<run_folder>/wandb`, or where WANDB_DIR says.
         telemetry: mode (offline or online), project, entity and group.
-        run_id: from `new_run_id`, or from the checkpoint that is resumed.
+        run_id: from `choose_run_id`.
         config: the resolved configuration, plain containers and scalars.
 
     Raises:
@@ -69,34 +73,35 @@ class WandbLogger:
         online = telemetry.wandb_mode is WandbMode.online
         if not online:
             # wandb reports its own crashes to its makers over the network unless told otherwise; offline means offline.
-            os.environ["WANDB_ERROR_REPORTING"] = "false"
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self.run_id: str | None = run_id
         self._run: Any = None
         self._outage_reported = False
         try:
-            self._run = wandb.init(
-                dir=run_folder,
-                mode="online" if online else "offline",
-                id=run_id,
-                resume="allow",
-                name=run_folder.name,
-                project=telemetry.wandb_project,
-                entity=telemetry.wandb_entity,
-                group=telemetry.wandb_group,
-                config=dict(config),
-                allow_val_change=True,  # a resumed run may, for example, train for more steps than before
-                force=True,  # online without a key is an error, not a silent change of mode
-                # The console is ours: wandb neither wraps the streams nor prints its summary.
-                settings=wandb.Settings(console="off", quiet=True, finish_timeout=FINISH_TIMEOUT_SECONDS),
-            )
+            with _arguments_without_passwords():
+                self._run = wandb.init(
+                    # None: wandb reads its own variable.
+                    dir=None if os.environ.get("WANDB_DIR") else run_folder,
+                    mode="online" if online else "offline",
+                    id=run_id,
+                    resume=None if os.environ.get("WANDB_RESUME") else "allow",
+                    name=None if os.environ.get("WANDB_NAME") else f"{run_folder.name}-{run_id}",
+                    project=telemetry.wandb_project,
+                    entity=telemetry.wandb_entity,
+                    group=telemetry.wandb_group,
+                    config=dict(config),
+                    allow_val_change=True,  # a resumed run may, for example, train for more steps than before
+                    force=True,  # online without a key is an error, not a silent change of mode
+                    settings=wandb.Settings(**_ours(), finish_timeout=FINISH_TIMEOUT_SECONDS),
+                )
             self._run.define_metric(STEP_METRIC)
             self._run.define_metric("*", step_metric=STEP_METRIC)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             way_out = "run `wandb login`, set WANDB_API_KEY or use telemetry.wandb_mode=offline and `wandb sync` later"
             if not online:
-                way_out = "correct telemetry.wandb_project, wandb_entity or wandb_group"
+                way_out = "correct telemetry.wandb_project, wandb_entity or wandb_group, or a variable WANDB_*"
             raise ValueError(f"telemetry.wandb_mode={telemetry.wandb_mode.value}: {error} ({way_out})") from error
         except Exception as error:  # noqa: BLE001 (reason in _guard)
             self._report_once("start the run", error)
@@ -122,13 +127,38 @@ class WandbLogger:
         if self._outage_reported:
             return
         self._outage_reported = True
-        message = f"W&B could not {action} ({type(error).__name__}: {error}); training goes on"
+        message = printable(redact(f"W&B could not {action} ({type(error).__name__}: {error}); training goes on"))
         print(f"{message}, every step is in metrics.jsonl", file=sys.stderr, flush=True)
 
 
-def new_run_id() -> str:
-    """A fresh run id, or the one that a sweep agent has reserved for this process."""
-    return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+@contextlib.contextmanager
+def _arguments_without_passwords() -> Iterator[None]:
+    """Inside, the command line that W&B records has none; nothing else reads it any more."""
+    given = sys.argv
+    sys.argv = [redact(word) for word in given]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
+def _ours() -> dict[str, Any]:
+    """The console is ours, unless a variable says otherwise: wandb neither wraps the streams nor prints its summary.
+
+    Of git it gets the commit of this library: a look of its own would find the repository of the launch directory, and the address
+    of a remote, in which there may be a key.
+    """
+    settings = {"console": "off", "quiet": True}
+    found = {key: value for key, value in settings.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+    return found | {"disable_git": True, "git_commit": (git_state() or {}).get("commit")}
+
+
+def choose_run_id(stored: str | None) -> str:
+    """The run id that WANDB_RUN_ID names (a sweep agent does), else `stored` in a checkpoint, else a fresh one."""
+    named = os.environ.get("WANDB_RUN_ID")
+    if named and stored not in (None, named):
+        print(f"W&B run {named}, as WANDB_RUN_ID; the checkpoint's is {stored}", flush=True)
+    return named or stored or secrets.token_hex(4)
 
 
 def open_run(
@@ -144,4 +174,4 @@ def open_run(
     """
     if telemetry.wandb_mode is WandbMode.disabled or not is_rank_zero:
         return NullLogger(run_id)
-    return WandbLogger(run_folder, telemetry, run_id or new_run_id(), config)
+    return WandbLogger(run_folder, telemetry, choose_run_id(run_id), config)

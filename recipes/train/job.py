@@ -6,29 +6,28 @@ RUN/config.yaml  environment.json  metrics.jsonl  summary.json  tokenizer.*  che
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
+import dataclasses
+import hashlib
+import math
 import os
 import random
-import shutil
+import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from megatron.core import tensor_parallel
 
 from patches.registry import applied, apply_all
 from recipes import collectives
-from recipes.checkpoint.format import Checkpoint, open_checkpoint
-from recipes.checkpoint.load import load_engine
-from recipes.checkpoint.model import find
-from recipes.checkpoint.rotate import find_checkpoint
+from recipes.checkpoint.format import Checkpoint
+from recipes.checkpoint.load import load_engine, load_master_weights
+from recipes.checkpoint.model import load_biases
 from recipes.config import Config, Resume, config_hash, to_plain
 from recipes.data.blend import open_blend
-from recipes.data.dataset import load_dataset
+from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.data.loader import EvalSet
 from recipes.engine import make_engine
 from recipes.groups import enter, leave
@@ -36,17 +35,16 @@ from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
 from recipes.plan.size import total_parameters
 from recipes.telemetry.console import NoProgress, loss_table, open_progress
-from recipes.telemetry.environment import describe_environment
 from recipes.telemetry.jsonl import MetricsFile, NoMetrics, read_metrics
 from recipes.telemetry.profiler import NoProfile, ProfileWindow
 from recipes.telemetry.summary import write_json
 from recipes.telemetry.throughput import StepTimer
-from recipes.telemetry.wandb_run import open_run
+from recipes.telemetry.wandb_run import NullLogger, RunLogger, open_run
 from recipes.topology import Role, layout_of
 from recipes.train import loop
 from recipes.train.guard import SpikeGuard
-from recipes.train.resume import check_resumable, check_startable
 from recipes.train.signals import Stop
+from recipes.train.start import decide_start, describe_run, on_rank_zero
 
 
 def run(config: Config, ranks: Ranks) -> None:
@@ -67,6 +65,10 @@ def run(config: Config, ranks: Ranks) -> None:
     job.engine.close()
     leave()
     collectives.stop()
+    if wrong := job.not_finite():
+        if ranks.rank == 0:
+            print(f"error: {wrong}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
 
 
 def start_process(config: Config, ranks: Ranks) -> None:
@@ -92,6 +94,16 @@ def start_process(config: Config, ranks: Ranks) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def check_same_data(dataset: DatasetInfo) -> None:
+    """Raise ValueError on every rank unless all have opened the same data, from which each works out the samples for itself."""
+    content = repr(dataclasses.replace(dataset, folder=Path(), note=None))
+    if not collectives.same_on_all_ranks(hashlib.sha256(content.encode()).hexdigest()):
+        raise ValueError(
+            f"data.path={dataset.folder}: the ranks found different data there; give every node the same files, "
+            "or name a folder that all nodes share"
+        )
+
+
 class Job:
     """Everything that the loop uses, on one rank."""
 
@@ -100,23 +112,29 @@ class Job:
         self.device = collectives.device()
         assert config.data.path is not None  # validation has made sure
         self.dataset = load_dataset(config.data.path)
-        self.folder, checkpoint, self.lock = _claim_folder(config, ranks)
-        self.protected = [] if checkpoint is None else [checkpoint.path]
-        self.first_step = 1 if checkpoint is None else checkpoint.step + 1
+        check_same_data(self.dataset)
+        self.start = decide_start(config, self.dataset)
+        self.folder = self.start.folder
+        self.protected = [] if self.start.checkpoint is None else [self.start.checkpoint.path]
+        self.first_step = self.start.step + 1
         self.guard = SpikeGuard(config.train)
         self.layout = layout_of(config, ranks.world_size)
-        self.model = GPT(config, self.layout).to(self.device)
-        self.engine = make_engine(self.model, registry(self.model, config), config)
-        self._open_data()
-        notes = [] if checkpoint is None else self._resume(checkpoint)
-        self._open_telemetry(checkpoint, notes)  # after all that may fail, so that no W&B run is left open
+        try:
+            self.model = GPT(config, self.layout).to(self.device)
+            self.engine = make_engine(self.model, registry(self.model, config), config)
+            self._open_data()
+            notes = [] if self.start.checkpoint is None else self._load(self.start.checkpoint)
+            self._open_telemetry(notes)  # after all that may fail, so that no W&B run is left open
+        except ValueError:
+            self.start.abandon()
+            raise
         self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
-        self._remember(checkpoint)
+        self._remember()
         self.stop = Stop(  # until here a signal ends the process at once: nothing is lost
             ranks.rank, ranks.world_size, collectives.store(), lambda: loop.save_apart(self), self._leave_early
         )
 
-    def _remember(self, checkpoint: Checkpoint | None) -> None:
+    def _remember(self) -> None:
         """What this run has done before it was stopped, from its checkpoint and its records."""
         self.started, self.saved_at = time.monotonic(), time.monotonic()
         self.plain_config = to_plain(self.config)
@@ -124,12 +142,13 @@ class Job:
         self.last_values: dict[str, Any] = {}
         self.evaluation: dict[str, float] = {}
         self.evaluated_step = 0
-        if checkpoint is not None and self._ours(checkpoint):
+        checkpoint = self.start.checkpoint
+        if checkpoint is not None and self.start.resumes:
             self.finished = loop.Finished(checkpoint.step, checkpoint.trainer)
             records: dict[str, Any] = {"step": {}, "evaluation": {}}
             if self.ranks.rank == 0:
                 for row in read_metrics(self.folder / "metrics.jsonl"):
-                    records["evaluation" if "eval/lm_loss" in row else "step"] = row
+                    records["step" if "lm_loss" in row else "evaluation"] = row
             records = collectives.broadcast_json(records)
             self.last_values = {key: value for key, value in records["step"].items() if key != "step"}
             self.evaluated_step = records["evaluation"].pop("step", 0)
@@ -154,10 +173,17 @@ class Job:
             if config.train.eval_samples and self.dataset.domains[domain]["valid"].tokens
         }
 
-    def _open_telemetry(self, checkpoint: Checkpoint | None, notes: list[str]) -> None:
-        config, rank_zero = self.config, self.ranks.rank == 0
+    def _open_telemetry(self, notes: list[str]) -> None:
+        config, rank_zero, checkpoint = self.config, self.ranks.rank == 0, self.start.checkpoint
         done = self.first_step - 1
-        run_id = checkpoint.trainer["wandb_run_id"] if checkpoint is not None and self._ours(checkpoint) else None
+        run_id = checkpoint.trainer["wandb_run_id"] if checkpoint is not None and self.start.resumes else None
+        self.wandb: RunLogger = NullLogger(run_id)
+
+        def begin_records() -> None:
+            self.wandb = open_run(self.folder, config.telemetry, True, run_id, to_plain(config))
+            describe_run(self.folder, config, self.dataset)
+
+        on_rank_zero(begin_records, config)
         self.timer = StepTimer()
         self.progress = (
             open_progress(config.train.steps, done, config.telemetry.log_interval) if rank_zero else NoProgress()
@@ -165,32 +191,32 @@ class Job:
         # A job that died before its first checkpoint is also one to go on with: from step 0.
         goes_on_after = done if config.run.resume is Resume.auto else None
         self.metrics = MetricsFile(self.folder / "metrics.jsonl", goes_on_after) if rank_zero else NoMetrics()
-        self.wandb = open_run(self.folder, config.telemetry, rank_zero, run_id, to_plain(config))
         folder, window = self.folder / "profile", config.telemetry.profile_steps
         self.profile = NoProfile() if window is None else ProfileWindow(window[0], window[1], folder, self.ranks.rank)
         parameters = total_parameters(config)
         names = [line.split()[1] for line in applied()]
         self.progress.say(f"upstream defects patched (details in environment.json): {', '.join(names)}")
         self.progress.say(f"run folder {self.folder}  ({parameters:,} parameters, {self.ranks.world_size} ranks)")
-        for note in notes + [eval_set.note for eval_set in self.eval_sets.values() if eval_set.note]:
+        of_data = [self.dataset.note, *(eval_set.note for eval_set in self.eval_sets.values())]
+        for note in [*notes, *filter(None, of_data)]:
             self.progress.say(note)
 
-    def _resume(self, checkpoint: Checkpoint) -> list[str]:
-        """Load everything; returns what to tell about it."""
+    def _load(self, checkpoint: Checkpoint) -> list[str]:
+        """Load everything, or the weights alone; returns what to tell about it."""
         trainer = checkpoint.trainer
+        if self.start.weights_only:
+            load_master_weights(checkpoint, self.engine)
+            load_biases(self.model, checkpoint)
+            return [f"started from the weights of {checkpoint.path}; the next step is 1", *self.start.notes]
         self.guard.load(trainer["guard"])
         if self.model.moe is not None and trainer["moe"] is not None:  # a mix of dense models has no load to go on from
             self.model.moe.load(trainer["moe"])
-        how = "resumed" if self._ours(checkpoint) else "started"
-        notes = [f"{how} from {checkpoint.path}; the next step is {self.first_step}"]
+        how = "resumed" if self.start.resumes else "started"
+        notes = [f"{how} from {checkpoint.path}; the next step is {self.first_step}", *self.start.notes]
         if not load_engine(checkpoint, self.engine):
             ranks = f"{trainer['world_size']} ranks, tensor-parallel {trainer.get('tensor_parallel_size', 1)}"
             notes.append(f"it was written by {ranks}: dropout starts from fresh seeds")
         return notes
-
-    def _ours(self, checkpoint: Checkpoint) -> bool:
-        """Whether this run wrote it, and not the run that this one started from."""
-        return checkpoint.path.parents[1] == self.folder
 
     def _leave_early(self) -> None:
         """The records of a run that was stopped; the main thread may still write to them."""
@@ -210,12 +236,22 @@ class Job:
     def close(self, failed: bool) -> None:
         """End all records, each even if another one cannot; the W&B run is marked failed when any rank failed."""
         with contextlib.ExitStack() as last_to_first:
-            if self.lock is not None:
-                last_to_first.callback(self.lock.close)
+            if self.start.claim is not None:
+                last_to_first.callback(self.start.claim.close)
             last_to_first.callback(self.wandb.finish, failed)
             last_to_first.callback(self.metrics.close)
             last_to_first.callback(self.progress.close)
             last_to_first.callback(self.profile.close)
+
+    def not_finite(self) -> str | None:
+        """Why the run came to nothing: its held-out loss, or without evaluation that of its last step, is no number."""
+        losses = self.evaluation or {key: self.last_values[key] for key in ("lm_loss",) if key in self.last_values}
+        if wrong := next((key for key, value in losses.items() if not math.isfinite(value)), None):
+            way_out = (
+                "training has diverged; go back by checkpoint.load_step=N to a step before, with a lower optimizer.lr"
+            )
+            return f"{self.folder}: {wrong} is {losses[wrong]}: {way_out}"
+        return None
 
     def write_summary(self, seconds: float) -> None:
         """`summary.json`: the last values, the evaluation, the time spent. Stays as it is when this job had nothing to do."""
@@ -237,69 +273,3 @@ class Job:
             **self.evaluation,
         }
         write_json(path, summary)
-
-
-def _claim_folder(config: Config, ranks: Ranks) -> tuple[Path, Checkpoint | None, TextIO | None]:
-    """Rank 0 decides on the run folder and the checkpoint to go on from, fills the folder, and tells the others.
-
-    The last of the three keeps other jobs out of the folder until it is closed, or the process ends.
-    """
-    decision: dict[str, Any] = {}
-    lock = None
-    if ranks.rank == 0:
-        try:
-            folder = _make_folder(config)
-            lock = _lock(folder)
-            decision = _fill(folder, config)
-        except ValueError as error:
-            decision = {"problem": str(error)}
-        except OSError as error:
-            why = f"cannot be written ({error}); make room, or choose another folder"
-            decision = {"problem": f"run.dir={config.run.dir or 'outputs'}: {why}"}
-    decision = collectives.broadcast_json(decision)
-    if "problem" in decision:
-        raise ValueError(decision["problem"])
-    checkpoint = None if decision["checkpoint"] is None else open_checkpoint(decision["checkpoint"])
-    return Path(decision["folder"]), checkpoint, lock
-
-
-def _make_folder(config: Config) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.run.dir or f"outputs/{config.run.name}-{stamp}").absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=config.run.resume is Resume.auto)
-    except FileExistsError as error:  # made since the description was checked
-        raise ValueError(f"run.dir={folder} exists; choose another folder, or go on by run.resume=auto") from error
-    return folder
-
-
-def _lock(folder: Path) -> TextIO:
-    lock = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"run.dir={folder}: a job is running there; wait for it, or choose another folder") from error
-    except OSError as error:  # some network file systems have no locks
-        print(f"no lock on {folder} ({error.strerror}): start no second job there", flush=True)
-    return lock
-
-
-def _fill(folder: Path, config: Config) -> dict[str, Any]:
-    path = None
-    if config.run.resume is Resume.auto:
-        path, skipped = find_checkpoint(folder / "checkpoints", config.checkpoint.load_step)
-        for reason in skipped:
-            print(f"passed over: {reason}", flush=True)
-        if path is None:
-            print(f"no checkpoint in {folder}: starting at {config.checkpoint.load_from or 'step 1'}", flush=True)
-        else:
-            check_resumable(config, open_checkpoint(path))
-    if path is None and config.checkpoint.load_from is not None:
-        start = find(Path(config.checkpoint.load_from).absolute(), say=print)
-        check_startable(config, start, load_dataset(config.data.path or "").tokenizer_fingerprint)
-        path = start.path
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
-    write_json(folder / "environment.json", describe_environment(applied()))
-    for tokenizer in Path(config.data.path or "").glob("tokenizer*"):
-        shutil.copyfile(tokenizer, folder / tokenizer.name)
-    return {"folder": str(folder), "checkpoint": None if path is None else str(path)}

@@ -132,7 +132,9 @@ def save_checkpoint(job: Job) -> None:
 def _write(job: Job) -> None:
     done = job.finished
     assert done is not None
-    folder, kept = job.folder / "checkpoints", job.config.checkpoint.keep
+    # Weights that the last step could not move may be past saving: those before them stay, until a step is applied again.
+    kept = None if done.trainer["guard"]["in_a_row"] else job.config.checkpoint.keep
+    folder = job.folder / "checkpoints"
     saved = save(folder, done.step, job.engine, done.trainer, kept, protect=job.protected, rng=done.rng)
     job.saved_step, job.saved_at = done.step, time.monotonic()
     job.progress.say(f"checkpoint {saved}")
@@ -159,5 +161,6 @@ def _trainer_state(job: Job, step: int) -> dict[str, Any]:
         "moe": None if job.model.moe is None else job.model.moe.state(),
         "wandb_run_id": job.wandb.run_id,
         "tokenizer": job.dataset.tokenizer_fingerprint,
+        "data": job.start.data,
         "config": job.plain_config,
     }

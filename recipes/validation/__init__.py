@@ -11,20 +11,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from recipes.config import Config
+from recipes import schema
+from recipes.config import Config, TransformerImpl
 from recipes.data.dataset import load_dataset
+from recipes.description import check_description
 from recipes.logical import expert_width, ffn_width, head_width, num_kv_heads
 from recipes.topology import expert_tensor_size, model_parallel_size
 from recipes.validation.btm import check_btm
+from recipes.validation.deepspeed import check_deepspeed
 from recipes.validation.experts import check_experts
 from recipes.validation.files import check_data, check_run_folder
 from recipes.validation.layouts import check_batch, layout_problems
-from recipes.validation.limits import check_owned_keys, check_ranges
+from recipes.validation.limits import check_ranges
 from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
-__all__ = ["prepare", "problems"]
+__all__ = ["from_stored", "prepare", "problems"]
+
+MAX_RANKS = 2**22
+# What a model and its batches need, and what only a run does: `prepare` fills in values of the latter that nobody could give.
+_OF_MODEL = (layout_problems, check_batch, check_model, check_experts, check_zero, check_pipeline, check_recompute)
+_OF_RUN = (check_train, check_schedule, check_telemetry, check_btm, check_deepspeed)
 
 
 def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool = False) -> list[str]:
@@ -35,24 +44,34 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     found = [*check_ranges(config)]
     if found:  # arithmetic on values out of range says nothing
         return found
-    for check in (
-        layout_problems,
-        check_batch,
-        check_train,
-        check_model,
-        check_experts,
-        check_zero,
-        check_pipeline,
-        check_recompute,
-        check_schedule,
-        check_telemetry,
-        check_btm,
-    ):
+    if world_size > MAX_RANKS:
+        way_out = "use smaller sizes in the group parallel"
+        return [f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}; {way_out}"]
+    for check in (*_OF_MODEL, *_OF_RUN):
         found += check(config, world_size)
-    found += check_owned_keys(config)
-    found += check_run_folder(config, launch_dir)
-    found += check_data(config, launch_dir, dry_run)
+    try:
+        found += check_run_folder(config, launch_dir)
+        found += check_data(config, launch_dir, dry_run)
+    except OSError as error:  # a folder that may not be looked into, a loop of links, a path too long here
+        found.append(
+            f"{schema.show(error.filename or '')}: {error.strerror}; name another path, or ask for access to it"
+        )
     return found
+
+
+def from_stored(plain: Any) -> Config:
+    """The description that a run has left, out of plain JSON or YAML: its values and its model checked like a command line.
+
+    Which layer implementation this machine has is no property of it. Raises ValueError naming the key.
+    """
+    config = check_description(plain)
+    portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
+    world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
+    if world_size > MAX_RANKS:
+        raise ValueError(f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}")
+    if found := [problem for check in _OF_MODEL for problem in check(portable, world_size)]:
+        raise ValueError("; ".join(found[:3]))
+    return config
 
 
 def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:

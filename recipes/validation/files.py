@@ -5,9 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from recipes.config import Config, Resume
+from recipes import schema
+from recipes.config import CheckpointLoad, Config, Resume
 from recipes.data.blend import require_samples, resolve_weights
 from recipes.data.dataset import load_dataset
+from recipes.fields import CONTENT, TOKENIZER
 from recipes.validation.limits import Problems
 
 
@@ -21,6 +23,7 @@ def check_run_folder(config: Config, launch_dir: Path) -> Problems:
         return
     if run.resume is Resume.auto and run.dir is None:
         yield "run.resume=auto needs the folder of the run to go on with; add run.dir=FOLDER"
+    yield from _accepted(config)
     if load_step is not None and run.resume is not Resume.auto:
         yield f"checkpoint.load_step={load_step} needs run.resume=auto and run.dir=FOLDER; add them, or leave it null"
     elif load_step is not None and run.dir is not None:
@@ -32,6 +35,19 @@ def check_run_folder(config: Config, launch_dir: Path) -> Problems:
         yield f"run.dir={run.dir} exists; choose another folder, or go on from its newest checkpoint by run.resume=auto"
     else:
         yield from _writable(folder)
+
+
+def _accepted(config: Config) -> Problems:
+    """Where the run starts from, and which changes it accepts."""
+    run, checkpoint = config.run, config.checkpoint
+    if checkpoint.load is CheckpointLoad.weights and checkpoint.load_from is None:
+        yield "checkpoint.load=weights starts a new run from another run's checkpoint; add checkpoint.load_from=FOLDER"
+    if run.resume_with and run.resume is Resume.never and checkpoint.load_from is None:
+        shown = schema.show(run.resume_with)
+        yield f"run.resume_with={shown} accepts changes of a run that goes on; add run.resume=auto and run.dir=FOLDER"
+    for key in run.resume_with:
+        if key not in schema.entries() and key not in (TOKENIZER, CONTENT):
+            yield f"run.resume_with: {schema.unknown_key(key)}; of the data folder {TOKENIZER} and {CONTENT}"
 
 
 def _load_step(checkpoints: Path, step: int) -> Problems:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from recipes import schema
 from recipes.config import Config, MoeConfig, to_plain
@@ -31,7 +30,7 @@ OWNED_KEYS = {
     "zero_optimization.overlap_comm": "use zero.overlap_comm",
     "zero_optimization.offload_optimizer": "use zero.offload_optimizer",
     "zero_optimization.cpu_offload": "use zero.offload_optimizer",
-    "zero_optimization.offload_param": "it needs ZeRO-3, which is not offered",
+    "zero_optimization.offload_param": "weights stay on the device; zero.stage=3 divides them over the ranks",
     "zero_optimization.contiguous_gradients": "it stays true: without it ZeRO-1 gradients can be wrong",
     "zero_optimization.reduce_scatter": "it stays true: DeepSpeed reduces gradients of experts in no other way",
     "zero_optimization.round_robin_gradients": "it stays false: full gradients cannot be read otherwise",
@@ -52,25 +51,6 @@ def check_ranges(config: Config) -> Problems:
     """Single values against the rules of the schema."""
     _, found = read_description(to_plain(config))
     yield from found
-
-
-def check_owned_keys(config: Config) -> Problems:
-    """DeepSpeed's settings that this library makes itself."""
-    for key in _leaves(config.deepspeed.extra):
-        for owned, instead in OWNED_KEYS.items():
-            if key == owned or key.startswith(f"{owned}."):
-                yield f"deepspeed.extra.{key} is decided by this library: {instead}"
-    zero = config.deepspeed.extra.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        yield f"deepspeed.extra.zero_optimization={zero} must be a mapping like {{ignore_unused_parameters:true}}"
-
-
-def _leaves(extra: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in extra.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def expert_counts_by_key(moe: MoeConfig) -> dict[str, int]:

@@ -41,12 +41,12 @@ MISTAKES = {
     "fraction for an integer": (["train.steps=1e3"], ["train.steps=1e3", "an integer", "optimizer steps", "=1000"]),
     "null where there is none": (["train.steps=null"], ["train.steps=null", "an integer"]),
     "not of the list": (["model.activation=relu"], ["model.activation=relu", "swiglu, gelu"]),
-    "wrong item": (["telemetry.profile_steps=[1,b]"], ["telemetry.profile_steps=[1,b]", "list"]),
+    "wrong item": (["telemetry.profile_steps=[1,b]"], ["telemetry.profile_steps[1]=b", "an integer"]),
     "wrong weight": (["data.domain_weights={en:x}"], ["data.domain_weights.en", "a number"]),
     "group as value": (["run=1"], ["run=1", "group", "run.name=pretrain"]),
     "no assignment": (["nokey"], ["'nokey'", "key=value"]),
-    "open bracket": (["run.name={a"], ["run.name={a", "quotes"]),
-    "sweep": (["train.steps=1,2"], ["train.steps=1,2", "one value", "[a,b]"]),
+    "open bracket": (["data.domain_weights={a"], ["data.domain_weights={a", "quotes"]),
+    "sweep": (["train.steps=1,2"], ["train.steps=1,2", "an integer"]),
     "needless +": (["+train.steps=1"], ["+train.steps=1", "train.steps=1"]),
     "deletion": (["~model.hidden_size"], ["model.hidden_size", "deletion"]),
     "unknown interpolation": (["run.name=${model.no}"], ["run.name=${model.no}", "'model.no' not found"]),
@@ -117,7 +117,7 @@ def test_all_cross_field_problems_are_reported_together(capsys):
 
 
 def test_only_rank_0_prints(monkeypatch, capsys):
-    monkeypatch.setattr("recipes.launcher._PEER_DELAY", 0)
+    monkeypatch.setattr("recipes.process._PEER_DELAY", 0)
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for rank in "01":
         for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items():

@@ -3,11 +3,16 @@ or nearly so."""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from recipes import placement
+from recipes.checkpoint import save as saving
+from recipes.checkpoint.format import Box, Checkpoint
 from recipes.config import Config
 from recipes.engine import Engine
 from recipes.logical import LocalParameter, Piece
@@ -15,7 +20,7 @@ from recipes.model import gpt
 from recipes.model.gpt import GPT
 from recipes.moe.context import MoeContext
 from recipes.moe.layer import MoeLayer
-from recipes.topology import Role
+from recipes.topology import Layout, Role
 
 EXPERT = "layers.1.moe.experts.5"
 NORM = "layers.0.attention_norm.weight"
@@ -125,6 +130,7 @@ def stage_offset_off_by_one(rank: int) -> None:
         return [*others, [layer - (stages > 1) for layer in last]]
 
     gpt.stage_layers = shifted
+    gpt.check_complete = lambda *_: None  # which would refuse to build it
 
 
 def balance_twice_on_last_stage(rank: int) -> None:
@@ -157,3 +163,78 @@ def stage_one_raises_and_stage_two_hangs(rank: int) -> None:
         original(self, config, *more)
 
     GPT.__init__ = method  # type: ignore[method-assign]
+
+
+def owner_by_true_elements(rank: int) -> None:
+    """Which rank writes what is worked out from the true elements that this rank holds, of which padded ones have fewer."""
+
+    def alone(config: Config, layout: Layout) -> placement.Owners:
+        held = placement.held_boxes(config, layout)
+        mine = {box.name: math.prod(box.shape) for box in held if rank in box.ranks}
+        load, found = [0] * layout.world_size, {}
+        for box in held:
+            owner = min(box.ranks, key=load.__getitem__)
+            load[owner] += mine.get(box.name, 0)
+            found[box.name, box.offsets] = owner
+        return found
+
+    saving.owners = alone
+
+
+def owner_by_true_elements_unnoticed(rank: int) -> None:
+    """The same, and the ranks do not compare their tables."""
+    owner_by_true_elements(rank)
+    saving.digest = lambda table: ""
+
+
+def _before_writing(change: Any) -> None:
+    """Let `change` have the boxes of each shard before they are written."""
+    original = saving.write_shard
+    saving.write_shard = lambda folder, file, kind, boxes: original(folder, file, kind, change(list(boxes)))
+
+
+def moment_lost(rank: int) -> None:
+    """A moment of one matrix is stored as zeros."""
+
+    def lost(boxes: list[Box]) -> list[Box]:
+        name = "exp_avg_sq/layers.0.attention.out.weight"
+        return [replace(box, tensor=torch.zeros_like(box.tensor)) if box.name == name else box for box in boxes]
+
+    _before_writing(lost)
+
+
+def boxes_swapped(rank: int) -> None:
+    """Two matrices of one shape are stored under each other's names."""
+
+    def swapped(boxes: list[Box]) -> list[Box]:
+        names = {f"{EXPERT}.gate.weight": f"{EXPERT}.up.weight", f"{EXPERT}.up.weight": f"{EXPERT}.gate.weight"}
+        return [replace(box, name=names.get(box.name, box.name)) for box in boxes]
+
+    _before_writing(swapped)
+
+
+def moment_not_loaded(rank: int) -> None:
+    """Loading leaves one moment as it was."""
+    original = Engine.load_state
+
+    def forgetful(self: Engine, entry: LocalParameter, states: dict[str, torch.Tensor]) -> None:
+        original(self, entry, states | {"exp_avg": torch.zeros_like(states["exp_avg"])})
+
+    Engine.load_state = forgetful  # type: ignore[method-assign]
+
+
+def part_of_another_rank_loaded(rank: int) -> None:
+    """Each of two ranks loads the other's half of a divided matrix."""
+    original = Checkpoint.read
+
+    def read(self: Checkpoint, kind: str, name: str, offsets: Any = None, shape: Any = None) -> torch.Tensor:
+        if name == "layers.0.attention.q.weight" and offsets is not None and shape[0] < self.tensors(kind)[name][0][0]:
+            offsets = (shape[0] - offsets[0], *offsets[1:])
+        return original(self, kind, name, offsets, shape)
+
+    Checkpoint.read = read  # type: ignore[method-assign]
+
+
+def steps_not_loaded(rank: int) -> None:
+    """The number of updates, which corrects the bias of the moments, is not restored."""
+    Engine.set_applied_steps = lambda self, steps: None  # type: ignore[method-assign]

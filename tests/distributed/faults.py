@@ -101,3 +101,15 @@ def fake_wandb_and_rank_one_raises() -> None:
     """Both."""
     fake_wandb()
     rank_one_raises()
+
+
+def slow_phases() -> None:
+    """Steps, evaluations and saves take as long as the environment says (see `slow_pretrain`)."""
+    from tests.distributed.slow_pretrain import slow_down
+
+    slow_down()
+
+
+def ports_are_soon_given_up() -> None:
+    """A port in use is waited for no longer than a second."""
+    importlib.import_module("recipes.meeting")._PORT_WITHIN = 1.0

@@ -1,6 +1,7 @@
-"""The training entry with slow phases, for launchers: `SLOW_step`, `SLOW_evaluate` and `SLOW_save` are seconds.
+"""The training entry with slow phases, for launchers: `SLOW_<phase>`, or `SLOW_<phase>_<step>`, are the seconds of a phase.
 
-Each phase that begins is a line of the file `phases` in the working directory: rank, phase, step.
+start: before the imports; step and backward: before the forward pass of a step, and behind its backward pass; evaluate; save: the
+writing of each file. Each phase that begins is a line of the file `phases` in the working directory: rank, phase, step.
 """
 
 import os
@@ -18,33 +19,44 @@ def begin(phase: str, step: int) -> None:
     """Note that a phase has begun, and stay in it."""
     with Path("phases").open("a") as phases:
         phases.write(f"{os.environ.get('RANK', '0')} {phase} {step}\n")
-    time.sleep(float(os.environ.get(f"SLOW_{phase}", "0")))
+    time.sleep(float(os.environ.get(f"SLOW_{phase}_{step}", os.environ.get(f"SLOW_{phase}", "0"))))
 
 
 def slow_down() -> None:
     """Delay the forward and backward passes of a step, evaluations, and the writing of checkpoints."""
     from recipes.checkpoint import save
     from recipes.engine import Engine
+    from recipes.engine.pipeline import PipelineEngine
     from recipes.train import loop
 
-    accumulate, evaluate, write, steps = Engine.accumulate, loop.evaluate, save.write_shard, [0]
+    fetch, record_evaluation, write, now = loop._fetch, loop.record_evaluation, save.write_shard, [0]
 
-    def slow_accumulate(*args: Any) -> Any:
-        steps[0] += 1
-        if steps[0] > FAST_STEPS:
-            begin("step", steps[0])
-        return accumulate(*args)
+    def noted_fetch(job: Any, step: int) -> Any:
+        now[0] = step
+        return fetch(job, step)
 
-    def slow_evaluate(*args: Any) -> Any:
-        begin("evaluate", steps[0])
-        return evaluate(*args)
+    def slow(accumulate: Any) -> Any:
+        def slow_accumulate(*args: Any) -> Any:
+            if now[0] > FAST_STEPS:
+                begin("step", now[0])
+            result = accumulate(*args)
+            if now[0] > FAST_STEPS:
+                begin("backward", now[0])
+            return result
+
+        return slow_accumulate
+
+    def slow_evaluation(job: Any, step: int) -> None:
+        begin("evaluate", step)
+        record_evaluation(job, step)
 
     def slow_write(*args: Any) -> Any:
-        begin("save", steps[0])
+        begin("save", now[0])
         return write(*args)
 
-    Engine.accumulate = slow_accumulate  # type: ignore[method-assign]
-    loop.evaluate, save.write_shard = slow_evaluate, slow_write
+    for engine in (Engine, PipelineEngine):
+        engine.accumulate = slow(engine.accumulate)  # type: ignore[method-assign]
+    loop._fetch, loop.record_evaluation, save.write_shard = noted_fetch, slow_evaluation, slow_write
 
 
 def main() -> int:

@@ -111,7 +111,8 @@ def test_a_port_that_another_job_has_is_one_message(tiny_data, tmp_path):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        job = ForkedJob(tiny_overrides(tiny_data, tmp_path / "run"), tmp_path, **place, MASTER_PORT=port)
+        arguments = tiny_overrides(tiny_data, tmp_path / "run")
+        job = ForkedJob(arguments, tmp_path, "ports_are_soon_given_up", **place, MASTER_PORT=port)
         with running(job):
             assert job.wait(40) == 2
     where = f"MASTER_PORT={port} on 127.0.0.1 is in use by another job or program"
@@ -146,7 +147,7 @@ def test_a_signal_ends_a_rank_that_waits_for_another_to_start(tiny_data, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stopped_job_goes_on(number, tiny_data, tmp_path):
     """The signal reaches one rank; all stop after the same step, and the run continues as if nothing had been."""
-    arguments = tiny_overrides(tiny_data, tmp_path / "run", "run.resume=auto", "checkpoint.override_schedule=true")
+    arguments = tiny_overrides(tiny_data, tmp_path / "run", "run.resume=auto")
     jobs = fork_ranks([*arguments, MANY], tmp_path)
     with running(*jobs):
         wait_until(lambda: steps_recorded(tmp_path / "run") >= 3, 40, *jobs)

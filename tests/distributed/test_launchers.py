@@ -171,7 +171,7 @@ def test_a_plain_process_starts_soon_stops_on_ctrl_c_and_goes_on(expected, tiny_
         assert job.left() == []
     last = check_stopped(tmp_path / "run", job)
     assert losses(tmp_path / "run")[:STEPS] == pytest.approx(expected, rel=1e-5)
-    more = [*arguments, f"train.steps={last + 2}", "run.resume=auto", "checkpoint.override_schedule=true"]
+    more = [*arguments, f"train.steps={last + 2}", "run.resume=auto"]
     again = ForkedJob(more, tmp_path)
     with running(again):
         assert again.wait(40) == 0, again.output()

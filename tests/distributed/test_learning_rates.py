@@ -63,6 +63,6 @@ def test_every_group_follows_the_schedule_also_behind_a_resume(run_ranks, tiny_d
         assert rates == pytest.approx(expected(step, 20)), step
     for load_step in (3, 12):  # in the warm-up and behind it
         assert rates_after(load_step) == straight[load_step:]
-    config.train.steps, config.checkpoint.override_schedule = 25, True
+    config.train.steps, config.run.resume_with = 25, ["train.steps"]
     for step, rates in enumerate(rates_after(12), start=13):
         assert rates == pytest.approx(expected(step, 25)), step

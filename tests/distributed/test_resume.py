@@ -53,7 +53,7 @@ def test_interrupted_run_is_bitwise_the_straight_run(run_ranks, tiny_data, tmp_p
 
     first = copy.deepcopy(straight)
     first.run.dir = str(tmp_path / "resumed")
-    first.checkpoint.override_schedule, first.schedule.lr_decay_steps = False, 10
+    first.schedule.lr_decay_steps = 10
     straight.schedule.lr_decay_steps = 10
     first.train.steps = 7  # ends between checkpoints
     first.checkpoint.save_final = False
@@ -101,5 +101,7 @@ def test_learning_rate_after_resume(run_ranks, tiny_data, tmp_path):
             again = [row["lr"] for row in read_metrics(tmp_path / style.name / "metrics.jsonl") if "lr" in row]
             assert again == rates
         config.train.steps = 20
-        with pytest.raises(RuntimeError, match=r"train\.steps=20 but the checkpoint has 10.*override_schedule=true"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)train\.steps=20 but the checkpoint has 10.*run\.resume_with=\[train\.steps\]"
+        ):
             run_ranks("run_job", 1, config)

@@ -20,8 +20,16 @@ FLOORS = [
         "recipes.description",
         "recipes.topology",
         "recipes.launcher",
+        "recipes.files",
     },
-    {"recipes.collectives", "recipes.groups", "recipes.partial", "recipes.logical", "recipes.data"},
+    {
+        "recipes.collectives",
+        "recipes.groups",
+        "recipes.partial",
+        "recipes.logical",
+        "recipes.placement",
+        "recipes.data",
+    },
     {"recipes.moe", "recipes.telemetry", "recipes.plan"},
     {"recipes.model", "recipes.validation"},
     {"recipes.engine"},
@@ -32,7 +40,7 @@ FLOORS = [
     {"tests"},
 ]
 HYDRA = {"recipes/pretrain.py", "recipes/btm/__main__.py"}
-DEEPSPEED = ("recipes/engine/", "recipes/moe/", "recipes/groups.py", "patches/", "tools/bench/moe_peers.py")
+DEEPSPEED = ("recipes/engine/", "recipes/moe/layer.py", "recipes/groups.py", "patches/", "tools/bench/moe_peers.py")
 
 
 def floor(module: str) -> int | None:

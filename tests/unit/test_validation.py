@@ -26,6 +26,7 @@ from recipes.rules import Length, Range, Text
 from recipes.schema import bare, entries, show, without_null
 from recipes.topology import Layout
 from recipes.validation import prepare, problems
+from recipes.validation.deepspeed import SETTINGS
 from recipes.validation.limits import OWNED_KEYS
 from tests.cli.fake_data import write_dataset
 from tests.ranks import forked
@@ -297,6 +298,56 @@ def test_deepspeed_keys_that_are_decided_here_are_refused(key, launch_dir):
     for extra in ({section: {name: 1} if name else 1}, {section: {name: {"x": 1}} if name else {"x": 1}}):
         found = problems(_config({"deepspeed.extra": extra}), 1, launch_dir=launch_dir)
         assert len(found) == 1 and found[0].startswith(f"deepspeed.extra.{key}") and OWNED_KEYS[key] in found[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"comms_loger": {}}, "comms_loger: no setting of DeepSpeed that has a use here, did you mean comms_logger?"),
+        ({"comms_logger": {"on": True}}, "comms_logger.on: no setting of DeepSpeed"),
+        ({"comms_logger": True}, "comms_logger=true: must be a mapping like {enabled:...}"),
+        ({"comms_logger": {"enabled": 1}}, "comms_logger.enabled=1: must be true or false"),
+        ({"comms_logger": {"prof_ops": "all"}}, "comms_logger.prof_ops=all: must be a list"),
+        ({"wall_clock_breakdown": {"a": 1}}, "wall_clock_breakdown={a:1}: must be true or false"),
+        ({"zero_optimization": {"sub_group_size": -1}}, "sub_group_size=-1 must be at least 0"),
+        ({"a": {"b": {"c": 1}}}, "deepspeed.extra.a: no setting of DeepSpeed"),
+    ],
+)
+def test_settings_that_deepspeed_has_not_are_refused(extra, message, launch_dir):
+    (found,) = problems(_config({"deepspeed.extra": extra}), 1, launch_dir=launch_dir)
+    assert found.startswith("deepspeed.extra.") and message in found
+
+
+def test_deepspeed_has_the_settings_that_may_be_made():
+    """Names that the installed DeepSpeed does not read would be ignored, or end the run after its start."""
+    pytest.importorskip("recipes.engine.settings")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime import config, constants
+    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    zero = DeepSpeedZeroConfig.model_fields
+    theirs = {
+        "activation_checkpointing": vars(DeepSpeedActivationCheckpointingConfig({})),
+        "aio": get_aio_config({}),
+        "comms_logger": CommsLoggerConfig.model_fields,
+        "csv_monitor": CSVConfig.model_fields,
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "pipeline": config.get_pipeline_config({}),
+        "tensorboard": TensorBoardConfig.model_fields,
+        "zero_optimization": {field.alias or name: name for name, field in zero.items()},
+    }
+    constant = {value for value in vars(constants).values() if isinstance(value, str)}
+    for section, names in SETTINGS.items():
+        if section == "timers":
+            assert set(names["throughput"]) == set(DeepSpeedThroughputTimerConfig.model_fields)
+        else:
+            missing = set(names) - set(theirs[section]) if isinstance(names, dict) else {section} - constant
+            assert not missing, (section, missing)
 
 
 def test_all_keys_that_the_engine_sets_are_owned():

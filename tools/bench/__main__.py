@@ -7,8 +7,9 @@ import itertools
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
+
+from tools.arguments import Parser, file_path, integer, refuse
 
 EXAMPLES = """\
 examples:
@@ -25,7 +26,7 @@ _DEFAULTS = {"train_step": (8, 3), "moe_bookkeeping": (8, 3), "moe_layer": (30, 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m tools.bench",
         description="Measure against peers in one run, in interleaved rounds; medians and interquartile ranges.",
         epilog=EXAMPLES,
@@ -44,18 +45,18 @@ def parser() -> argparse.ArgumentParser:
         help="settings as for recipes.pretrain (train_step: without any, three models); of moe_layer and moe_skew: experts=, "
         "tokens=, topk=, hidden=, ffn=",
     )
-    top.add_argument("--rounds", type=int, help="measured rounds (default 8; moe_layer, moe_skew 30)")
+    top.add_argument("--rounds", type=integer(1), help="measured rounds (default 8; moe_layer, moe_skew 30)")
     top.add_argument(
-        "--repeats", type=int, help="calls per round and implementation (default 3; moe_layer, moe_skew 1)"
+        "--repeats", type=integer(1), help="calls per round and implementation (default 3; moe_layer, moe_skew 1)"
     )
-    top.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    top.add_argument("--threads", type=integer(1, 4096), default=1, help="torch threads (default 1)")
     top.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of moe_layer; cuda is measured in bf16")
     top.add_argument(
         "--only",
         metavar="A,B",
         help="of moe_layer: these implementations and dense (ours_grouped, mcore ...): what one frees may serve the others",
     )
-    top.add_argument("--json", type=Path, help="also write machine, settings and rows to this file")
+    top.add_argument("--json", type=file_path, help="also write machine, settings and rows to this file")
     return top
 
 
@@ -66,8 +67,7 @@ def main() -> int:
     try:
         rows = _measure(arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     _show(arguments.benchmark, rows)
     if arguments.json:
         from recipes.telemetry.environment import describe_environment

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import Parser, file_path, integer, refuse
+
 EXAMPLES = """examples:
   python -m tools.bench.btm ensemble --rounds 20 --json report/btm_ensemble.json
   python -m tools.bench.btm workers --rounds 2 train.steps=60 --json report/btm_workers.json
@@ -104,7 +106,7 @@ def _described(overrides: Sequence[str]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 on bad input."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         "python -m tools.bench.btm",
         description=__doc__,
         epilog=EXAMPLES,
@@ -112,16 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     top.add_argument("what", choices=["ensemble", "workers"])
     top.add_argument("overrides", nargs="*", help="settings of btm_8domains as for recipes.pretrain")
-    top.add_argument("--rounds", type=int, default=4, help="measured rounds, or pairs of turns (default %(default)s)")
-    top.add_argument("--json", type=Path, help="write the numbers and the machine there too")
+    top.add_argument(
+        "--rounds", type=integer(1), default=4, help="measured rounds, or pairs of turns (default %(default)s)"
+    )
+    top.add_argument("--json", type=file_path, help="write the numbers and the machine there too")
     arguments = top.parse_intermixed_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         measure = ensemble_cost if arguments.what == "ensemble" else workers_speed
         found = measure(arguments.overrides, max(1, arguments.rounds))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(json.dumps(found, indent=2))
     if arguments.json:
         from recipes.telemetry.environment import describe_environment

@@ -3,8 +3,8 @@
 The recipe is scaled down to CPU size with the same structure. For each layout of N ranks, fp32 training on the engine is compared
 with plain autograd in one process on the same samples: language loss, auxiliary losses, the raw gradient of every logical
 tensor, the gradient norm on every rank, the weights after 3 steps of SGD and of AdamW, the bits of all replicas, and the
-experts that the router chose. In bf16 a layout may err as much against fp32 as one process in bf16 does: by at most 2.5 times its
-median over tensors, and four times its worst.
+experts that the router chose. The state is saved, and what the layout before has saved is loaded, bit for bit. In bf16 a layout
+may err as much against fp32 as one process in bf16 does: by at most 2.5 times its median over tensors, and four times its worst.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from recipes.text import shown
+from tools.arguments import Parser, file_path, integer, refuse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,27 +44,19 @@ _COLUMNS = {
     "sgd_err": "SGD",
     "adamw_err": "AdamW",
     "replica_err": "replicas",
+    "checkpoint_err": "checkpoint",
     "route_flips": "flips",
 }
 
 
 def _layouts(text: str) -> str:
-    if text not in ("sample", "all") and not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text}: must be sample, all, or a number of layouts from 1 up")
+    if text not in ("sample", "all") and not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be sample, all, or a number of layouts from 1 up")
     return text
 
 
-def _from(least: int):
-    def number(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text}: must be an integer from {least} up")
-        return int(text)
-
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.conformance",
         description=__doc__,
         epilog=_EPILOG,
@@ -70,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the recipe, as for recipes.pretrain")
     parser.add_argument(
-        "--world-size", type=_from(1), required=True, metavar="N", help="ranks: processes on this machine"
+        "--world-size", type=integer(1, 4096), required=True, metavar="N", help="ranks: processes on this machine"
     )
     parser.add_argument(
         "--layouts",
@@ -81,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seed",
-        type=_from(0),
+        type=integer(0),
         default=1234,
         metavar="N",
         help="of weights, samples, choice of layouts (default: 1234)",
@@ -92,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         default="fp32",
         help="of the layouts (default: fp32, whatever the recipe says)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the results here")
     return parser
 
 
@@ -183,7 +177,12 @@ def _columns(precision: Precision) -> dict[str, str]:
     if precision is Precision.fp32:
         return {name: f"{_COLUMNS[name]}\n{f'<= {bound:.0e}' if bound else '0'}" for name, bound in BOUNDS.items()}
     limits = dict.fromkeys(_COLUMNS, f"<= {WORST_FACTOR} x alone")
-    limits |= {"grad_median": f"<= {MEDIAN_FACTOR} x alone", "replica_err": "0", "route_flips": ""}
+    limits |= {
+        "grad_median": f"<= {MEDIAN_FACTOR} x alone",
+        "replica_err": "0",
+        "checkpoint_err": "0",
+        "route_flips": "",
+    }
     return {name: f"{header}\n{limits[name]}" for name, header in _COLUMNS.items()}
 
 
@@ -202,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stoppable():
             rows = _run(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except JobFailed as failure:
         print(f"error: the reference: {failure}", file=sys.stderr)
         return 1

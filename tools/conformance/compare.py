@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ BOUNDS = {
     "sgd_err": 1e-4,
     "adamw_err": 1e-3,
     "replica_err": 0.0,
+    "checkpoint_err": 0.0,
     "route_flips": 0,
 }
 # In bf16 a layout may err several times as much as one process does in bf16 (see bf16_bounds).
@@ -56,6 +58,20 @@ class Box(NamedTuple):
         return self.name, self.offsets, self.values.shape
 
 
+class Worst(NamedTuple):
+    """The largest of several errors and the tensor that has it."""
+
+    error: float
+    tensor: str
+
+    def or_worse(self, error: float, tensor: str) -> Worst:
+        """Another error in place of this one if it is larger."""
+        return Worst(error, tensor) if error > self.error else self
+
+
+NOTHING = Worst(0.0, "")
+
+
 class Routed(NamedTuple):
     """Experts chosen in one layer: bool [positions, samples, E], of consecutive positions."""
 
@@ -68,7 +84,8 @@ class Routed(NamedTuple):
 class Measured(NamedTuple):
     """Of one rank: losses, gradient norm and routing of the first step, its parts of all tensors, its experts' state at last.
 
-    `start` and `updated` are fp32 masters before and after the steps, `held` the weights that the model computes with.
+    `start` and `updated` are fp32 masters before and after the steps, `held` the weights that the model computes with;
+    `stored`: the checkpoint that was made, if it could be; `checkpoint`: how far checkpoints are from what this rank holds.
     """
 
     lm_loss: float
@@ -80,6 +97,16 @@ class Measured(NamedTuple):
     held: Mapping[OptimizerName, list[Box]]
     routes: list[Routed]
     experts: Mapping[str, Any]
+    checkpoint: Worst = NOTHING
+    stored: Path | None = None
+
+
+class Shelf(NamedTuple):
+    """Where ranks put the checkpoint of a layout, as which step, and that of the layout before, if there is one."""
+
+    folder: Path
+    step: int = 0
+    previous: Path | None = None
 
 
 @dataclass
@@ -117,6 +144,7 @@ class Errors:
     route_flips: int
     grad_median: float
     worst_tensor: str
+    checkpoint_err: float = 0.0
 
     def within(self, bounds: Mapping[str, float]) -> bool:
         """Whether none is beyond its bound."""
@@ -130,17 +158,7 @@ def bf16_bounds(alone: Errors) -> dict[str, float]:
     """
     bounds = {name: WORST_FACTOR * getattr(alone, name) for name in ("grad_err", "sgd_err", "adamw_err")}
     bounds |= {name: WORST_FACTOR * max(getattr(alone, name), ROUNDING) for name in ("loss_err", "aux_err", "norm_err")}
-    return bounds | {"grad_median": MEDIAN_FACTOR * alone.grad_median, "replica_err": 0.0}
-
-
-class Worst(NamedTuple):
-    """The largest of several errors and the tensor that has it."""
-
-    error: float
-    tensor: str
-
-
-NOTHING = Worst(0.0, "")
+    return bounds | {"grad_median": MEDIAN_FACTOR * alone.grad_median, "replica_err": 0.0, "checkpoint_err": 0.0}
 
 
 def compare(ranks: Sequence[Measured], expected: Reference, bounds: Mapping[str, float] = BOUNDS) -> Errors:
@@ -167,6 +185,7 @@ def compare(ranks: Sequence[Measured], expected: Reference, bounds: Mapping[str,
     furthest = max((rank.norm for rank in ranks), key=lambda norm: abs(norm - expected.norm))
     found["norm_err"] = Worst(norm, explain_norm(furthest, expected.gradients))
     found["replica_err"] = max(replica_error(boxes) for boxes in copies)
+    found["checkpoint_err"] = max(rank.checkpoint for rank in ranks)
     flips = route_flips((part for rank in ranks for part in rank.routes), expected.routes)
     aux = [relative((rank.aux[key] for rank in ranks), value) for key, value in expected.aux.items()]
     return Errors(
@@ -185,11 +204,11 @@ def _boxes(parts: Iterable[list[Box]]) -> list[Box]:
 
 def _worst_tensor(found: Mapping[str, Worst], bounds: Mapping[str, float]) -> str:
     """Where the trouble begins: a gradient that is absent or not finite, then what is furthest beyond its bound of unlike copies,
-    gradients, updates."""
+    gradients, updates, checkpoints."""
     if found["grad_err"].error == math.inf:
         return found["grad_err"].tensor
     off = {name: (worst.error / max(bounds.get(name, math.inf), TINY), worst.tensor) for name, worst in found.items()}
-    for names in (("replica_err",), ("grad_err", "norm_err"), ("sgd_err", "adamw_err")):
+    for names in (("replica_err",), ("grad_err", "norm_err"), ("sgd_err", "adamw_err"), ("checkpoint_err",)):
         ratio, tensor = max((off[name] for name in names if off[name][1]), default=(0.0, ""))
         if ratio > 1:
             return tensor
@@ -247,14 +266,18 @@ def replica_error(boxes: Iterable[Box]) -> Worst:
     first: dict[tuple, np.ndarray] = {}
     worst = NOTHING
     for box in boxes:
-        one = first.setdefault(box.key, box.values)
-        if one.tobytes() == box.values.tobytes():
-            continue
-        difference = float(np.linalg.norm(box.values.astype(np.float64) - one))
-        error = difference / max(float(np.linalg.norm(one)), TINY)
-        # Signed zeros, and NaNs, may differ in their bits only.
-        worst = max(worst, Worst(max(error, TINY) if math.isfinite(error) else math.inf, box.name))
+        worst = worst.or_worse(difference(box.values, first.setdefault(box.key, box.values)), box.name)
     return worst
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """0 if both have the same bits, else the difference relative to the larger one, which is not 0."""
+    if found.tobytes() == expected.tobytes():
+        return 0.0
+    distance = float(np.linalg.norm(found.astype(np.float64) - expected))
+    error = distance / max(float(np.linalg.norm(found)), float(np.linalg.norm(expected)), TINY)
+    # Signed zeros, and NaNs, may differ in their bits only.
+    return max(error, TINY) if math.isfinite(error) else math.inf
 
 
 def relative(found: Iterable[float], expected: float) -> float:

@@ -29,6 +29,8 @@ from recipes.validation import problems
 # Smallest sizes; all different, so that a mix-up of two axes shows.
 HIDDEN, FFN, EXPERT, SHARED, SEQUENCE, VOCABULARY = 24, 40, 16, 12, 16, 61
 EXPERTS, GROUPS, SAMPLES = 8, 4, 8
+# A vocabulary that needs padding, on the last rank, in place of none and of those above the largest that stays as it is.
+PADDED_TO, LARGEST_VOCABULARY = 16, 8192
 # Weights so large that gradients are of order one and few tokens have two experts that are nearly equal.
 INIT_STD = 0.3
 AUX_LOSS, Z_LOSS = 0.1, 0.01  # at least, so that an error in them is seen in the router's gradient
@@ -39,7 +41,8 @@ def checked(config: Config) -> Config:
     """The recipe without what does not matter here: run folder, data, layout. Raises ValueError with all its mistakes."""
     config = copy.deepcopy(config)
     config.run, config.parallel, config.data.path = RunConfig(seed=config.run.seed), ParallelConfig(), None
-    config.model.vocab_size = config.model.vocab_size or VOCABULARY
+    if config.model.vocab_size is None:
+        _shrink_vocabulary(config.model)
     found = problems(config, 1, launch_dir=Path.cwd(), dry_run=True)
     if found:
         raise ValueError(found[0] if len(found) == 1 else "\n  - ".join([f"{len(found)} problems", *found]))
@@ -77,10 +80,16 @@ def _shrink_model(model: ModelConfig, config: Config, world_size: int) -> None:
     model.num_attention_heads, model.num_query_groups = queries * groups, groups
     model.kv_channels = next(n for n in range(4, 1 << 20, 2) if _rotates(int(n * model.rotary_percent)))
     model.seq_length = similar(model.seq_length, SEQUENCE, world_size)
-    model.vocab_size, model.make_vocab_size_divisible_by = VOCABULARY, 16
+    assert model.vocab_size is not None
+    if model.vocab_size > LARGEST_VOCABULARY:
+        _shrink_vocabulary(model)
     model.hidden_dropout = model.attention_dropout = 0.0
     model.init_method_std = INIT_STD
     model.transformer_impl = TransformerImpl.local
+
+
+def _shrink_vocabulary(model: ModelConfig) -> None:
+    model.vocab_size, model.make_vocab_size_divisible_by = VOCABULARY, PADDED_TO
 
 
 def _rotates(channels: int) -> bool:

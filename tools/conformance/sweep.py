@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from recipes.config import Config, OptimizerName, Precision
 from recipes.topology import Layout
-from tools.conformance.compare import BOUNDS, Errors, Reference, bf16_bounds, compare
+from tools.conformance.compare import BOUNDS, Errors, Reference, Shelf, bf16_bounds, compare
 from tools.conformance.pool import LIMIT_SECONDS, JobFailed, Pool
 from tools.conformance.sampling import AT_LEAST, OTHERWISE, Case, legal_cases, sample
 from tools.conformance.shrink import changes, checked, shrink
@@ -80,9 +82,9 @@ def plan(
     precision: Precision = Precision.fp32,
 ) -> Plan:
     """The cases of a recipe. `layouts`: `sample`, `all`, or how many of the sample. Raises ValueError for a bad recipe."""
-    config = checked(config)
-    config.run.seed = seed
-    small = shrink(config, world_size)
+    valid = checked(config)
+    valid.run.seed = seed
+    small = shrink(valid, world_size)
     small.train.precision = precision
     cases, notes = legal_cases(small, world_size)
     plain = [case for case in cases if case.plain]
@@ -105,17 +107,19 @@ def sweep(plan: Plan, *, limit: float | None = None, plant: str | None = None) -
     limit = limit or LIMIT_SECONDS * max(1.0, plan.world_size / (2 * len(os.sched_getaffinity(0))))
     small, references = _references(plan, limit)
     bounds: dict[Case, Mapping[str, float]] = {}
-    if small.train.precision is Precision.bf16:
-        with Pool(1, None, limit) as pool:
-            for alone in dict.fromkeys(_alone(case) for case in plan.cases):
-                row = _row(pool, alone, small, references[alone.accumulation], {})
-                if row.errors is None:
-                    raise JobFailed(f"bf16 in one process: {row.problem}")
-                bounds[alone] = bf16_bounds(row.errors)
-                yield row
-    with Pool(plan.world_size, plant, limit) as pool:
-        for case in plan.cases:
-            yield _row(pool, case, small, references[case.accumulation], bounds.get(_alone(case), BOUNDS))
+    with tempfile.TemporaryDirectory(prefix="conformance") as folder:
+        measure = _Measure(small, references, Shelf(Path(folder)))
+        if small.train.precision is Precision.bf16:
+            with Pool(1, None, limit) as pool:
+                for alone in dict.fromkeys(_alone(case) for case in plan.cases):
+                    row = measure(pool, alone, {})
+                    if row.errors is None:
+                        raise JobFailed(f"bf16 in one process: {row.problem}")
+                    bounds[alone] = bf16_bounds(row.errors)
+                    yield row
+        with Pool(plan.world_size, plant, limit) as pool:
+            for case in plan.cases:
+                yield measure(pool, case, bounds.get(_alone(case), BOUNDS))
 
 
 def _alone(case: Case) -> Case:
@@ -123,14 +127,23 @@ def _alone(case: Case) -> Case:
     return Case(Layout(1, zero_stage=1), case.accumulation, case.backend)
 
 
-def _row(pool: Pool, case: Case, small: Config, expected: Reference, bounds: Mapping[str, float]) -> Row:
-    started = time.monotonic()
-    errors, problem = None, None
-    try:
-        errors = compare(pool.run("measure", _settings(case.config(small), expected)), expected, bounds)
-    except JobFailed as failure:
-        problem = str(failure)
-    return Row(case, time.monotonic() - started, bounds, errors, problem)
+class _Measure:
+    """Measures case after case; the ranks of each find the checkpoint of the one before."""
+
+    def __init__(self, small: Config, references: Mapping[int, Reference], shelf: Shelf):
+        self.small, self.references, self.shelf = small, references, shelf
+
+    def __call__(self, pool: Pool, case: Case, bounds: Mapping[str, float]) -> Row:
+        started, expected = time.monotonic(), self.references[case.accumulation]
+        self.shelf = self.shelf._replace(step=self.shelf.step + 1)
+        errors, problem = None, None
+        try:
+            measured = pool.run("measure", _settings(case.config(self.small), expected), self.shelf)
+            errors = compare(measured, expected, bounds)
+            self.shelf = self.shelf._replace(previous=measured[0].stored or self.shelf.previous)
+        except JobFailed as failure:
+            problem = str(failure)
+        return Row(case, time.monotonic() - started, bounds, errors, problem)
 
 
 def _references(plan: Plan, limit: float) -> tuple[Config, dict[int, Reference]]:

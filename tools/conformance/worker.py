@@ -12,6 +12,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from recipes.train.batch import model_inputs, valid_tokens
 from recipes.train.guard import SpikeGuard
 from recipes.train.job import start_process
 from recipes.train.step import StepResult, train_step
-from tools.conformance.compare import Box, Measured, Reference, Routed, rms
+from tools.conformance import storing
+from tools.conformance.compare import Box, Measured, Reference, Routed, Shelf, Worst, rms
 from tools.conformance.rounding import RandomRounding, term_norms
 
 # Libraries have made half a million objects, of which none becomes garbage: neither in ranks nor at the end of the server that
@@ -97,22 +99,39 @@ class Recorder:
         return self.auxiliary(out, layer, routing, shape)
 
 
-def measure(configs: dict[OptimizerName, Config]) -> Measured:
-    """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective)."""
+def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
+    """Join the ranks of the environment, train with each optimizer from the same start, and leave (a collective).
+
+    What AdamW has made becomes a checkpoint; that of the layout before is loaded, of the first layout its own.
+    """
     ranks = rank_environment(os.environ)
     any_config = next(iter(configs.values()))
     start_process(any_config, ranks)
     layout = layout_of(any_config, ranks.world_size)
-    updated, held = {}, {}
-    for name in (OptimizerName.adamw, OptimizerName.sgd):
-        trial = _Trial(configs[name], layout, ranks.rank)
-        updated[name], held[name] = trial.updated, trial.held
+    adamw = _Trial(configs[OptimizerName.adamw], layout, ranks.rank)
+    stored, error = storing.put(adamw.engine, adamw, shelf)
+    adamw.engine.close()
+    if checkpoint := shelf.previous or stored:
+        error = error.or_worse(*_loaded(configs[OptimizerName.adamw], layout, checkpoint))
+    sgd = _Trial(configs[OptimizerName.sgd], layout, ranks.rank)
+    sgd.engine.close()
+    updated = {OptimizerName.adamw: adamw.updated, OptimizerName.sgd: sgd.updated}
+    held = {OptimizerName.adamw: adamw.held, OptimizerName.sgd: sgd.held}
     groups.leave()
     collectives.stop()
     gc.collect()
-    aux = {key: trial.aux[key] for key in AUX if key in trial.aux}
-    loss, norm, routes = trial.first.lm_loss, trial.first.grad_norm, trial.recorder.found
-    return Measured(loss, aux, norm, trial.start, trial.gradients, updated, held, routes, trial.experts)
+    aux = {key: sgd.aux[key] for key in AUX if key in sgd.aux}
+    loss, norm, routes = sgd.first.lm_loss, sgd.first.grad_norm, sgd.recorder.found
+    return Measured(loss, aux, norm, sgd.start, sgd.gradients, updated, held, routes, sgd.experts, error, stored)
+
+
+def _loaded(config: Config, layout: Layout, checkpoint: Path) -> Worst:
+    """How far a checkpoint is from what a fresh engine holds after loading it."""
+    model, entries = build(config, layout)
+    engine = make_engine(model, entries, config)
+    error = storing.take(engine, checkpoint)
+    engine.close()
+    return error
 
 
 def build(config: Config, layout: Layout) -> tuple[GPT, list[LocalParameter]]:
@@ -148,7 +167,6 @@ class _Trial(SpikeGuard):
         self.first = results[0]
         self.experts = {} if model.moe is None else model.moe.state()
         self.updated, self.held = boxes(self.engine.master_weights()), boxes(self.engine.weights())
-        self.engine.close()
 
     def reason_to_skip(self, norm: float) -> None:
         if not self.gradients:

@@ -4,11 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tools.arguments import Parser, file_path, integer, refuse
 from tools.corpus.build import DEFAULT_MAX_BYTES, OnBytes, Record, build_corpus, select
 from tools.corpus.table import Domain, Table, load_table
 
@@ -32,34 +32,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"out": str(args.out), "domains": records}, indent=1) + "\n", "utf-8")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refuse(error)
     return 0
 
 
 def _parse(argv: Sequence[str] | None, table: Table) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tools.corpus",
         description="Write labelled text corpora (DIR/<domain>.jsonl and DIR/corpus.json) from pinned packages.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the corpus; finished domains are kept")
+    parser.add_argument("--out", type=file_path, metavar="DIR", help="folder of the corpus; finished domains are kept")
     parser.add_argument(
         "--domains", nargs="+", default=[], metavar="NAME", help=f"default: {' '.join(table.default)}; all: see --list"
     )
     parser.add_argument("--offline", action="store_true", help="use only the cache and what is committed")
     parser.add_argument(
         "--max-bytes-per-domain",
-        type=int,
+        type=integer(0, 2**62),
         default=DEFAULT_MAX_BYTES,
         metavar="N",
         help="UTF-8 bytes of text, cut between documents; 0: everything (default: %(default)s)",
     )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="downloaded packages (default: OUT/.packages)")
+    parser.add_argument("--cache", type=file_path, metavar="DIR", help="downloaded packages (default: OUT/.packages)")
     parser.add_argument("--list", action="store_true", help="print the domains and stop")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records of these domains here, too")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the records of these domains here, too")
     args = parser.parse_args(argv)
     if args.out is None and not args.list:
         parser.error("--out DIR is needed (or --list)")

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.files import parse_json
 from tools.corpus.archives import file_sha256, members_sha256, read_members
 from tools.corpus.clean import Document, clean_documents, take_bytes
 from tools.corpus.fetch import UnavailableError, fetch, standard_library
@@ -174,11 +175,16 @@ def _read_records(out: Path) -> dict[str, Record]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         if content["format"] != FORMAT:
             return {}
-        return {name: record for name, record in content["domains"].items() if (out / f"{name}.jsonl").is_file()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        records = {name: record for name, record in content["domains"].items() if (out / f"{name}.jsonl").is_file()}
+        if not all(
+            {"fingerprint", "jsonl_sha256", "documents", "bytes"} <= record.keys() for record in records.values()
+        ):
+            raise KeyError("fingerprint, jsonl_sha256, documents, bytes")
+        return records
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{path}: not a corpus record ({error!r}); delete it and run again") from error
 
 

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import PurePosixPath
 from typing import Any
 
-from tools.corpus.archives import Member
+from tools.corpus.archives import MAX_MEMBER_BYTES, Member
 
 GROUP_BYTES = 6_000  # running text without chapters is cut into documents of about this size
 
@@ -98,7 +98,9 @@ def r_novels(members: Iterable[Member]) -> Iterator[Text]:
         position = 0
         while position < len(content):
             stream = zlib.decompressobj()
-            record = stream.decompress(content[position + 4 :])
+            record = stream.decompress(content[position + 4 :], MAX_MEMBER_BYTES)
+            if stream.unconsumed_tail:
+                raise ValueError(f"{name}: a record at byte {position} unpacks to more than {MAX_MEMBER_BYTES:,} bytes")
             position = len(content) - len(stream.unused_data)
             for chapter in _chapters(_unwrapped("\n".join(_longest_r_strings(record)))):
                 yield f"{name}#{position}", chapter

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.arguments import Parser, file_path, refuse, unicode_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -59,19 +61,23 @@ def _domain_uses(runs: Sequence[Run], console: Console) -> tuple[dict[int, Domai
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m tools.report",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help="(default: report)")
+    parser.add_argument("runs", type=file_path, nargs="+", metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--out", type=file_path, default=Path("report"), metavar="FOLDER", help="(default: report)")
     parser.add_argument(
-        "--names", nargs="+", metavar="NAME", help="one for each run (default: run.name, or its folder)"
+        "--names",
+        nargs="+",
+        type=unicode_text,
+        metavar="NAME",
+        help="one for each run (default: run.name, or its folder)",
     )
     parser.add_argument("--no-domains", action="store_true", help="open no checkpoint, leave out experts by domain")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table of the runs here")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write the table of the runs here")
     return parser
 
 
@@ -92,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(arguments.json, {"rows": [row(run) for run in runs]})
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import to_plain
+from recipes.files import replace_bytes, replace_text
 from recipes.logical import expert_counts
 from recipes.telemetry.console import format_duration
-from recipes.telemetry.summary import replace_text
 from tools.report import figures
 from tools.report.compare import row
 from tools.report.domains import DomainUse
@@ -119,7 +119,7 @@ def write(runs: Sequence[Run], uses: dict[int, DomainUse], notes: Sequence[str],
     out.mkdir(parents=True, exist_ok=True)
     shown = []
     for picture in pictures(runs, uses):
-        (out / picture.file).write_bytes(picture.png)
+        replace_bytes(out / picture.file, picture.png)
         shown.append(picture)
         done()
     page = out / "index.html"

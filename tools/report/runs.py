@@ -6,7 +6,7 @@ and checkpoints are not in it, so that runs which are evaluated more often do no
 
 from __future__ import annotations
 
-import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from recipes.config import Config, from_plain
+from recipes.config import Config
+from recipes.files import parse_json
 from recipes.logical import expert_counts
 from recipes.telemetry.jsonl import read_metrics
+from recipes.validation import from_stored
 
 _TOTAL = "eval/lm_loss"
 _COUNTS = "moe/tokens_per_expert"
@@ -126,7 +128,7 @@ def read_config(folder: Path) -> Config:
     """The description of the run in `folder`."""
     path = _existing(folder / "config.yaml")
     try:
-        return from_plain(Config, yaml.safe_load(path.read_text(encoding="utf-8")))
+        return from_stored(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: {reason}; it was written by another version, or damaged") from error
@@ -144,8 +146,8 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        summary = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); remove it, or leave the run out") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{path}: must hold a JSON object; remove it, or leave the run out")
@@ -160,7 +162,7 @@ def _number(path: Path, row: dict[str, Any], key: str) -> float:
     value = row.get(key)
     if value is None:
         return np.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not float and (type(value) is not int or abs(value) > sys.float_info.max):
         raise ValueError(f"{path}, step {row['step']}: {key}={value!r:.80} must be a number; the file is damaged")
     return float(value)
 

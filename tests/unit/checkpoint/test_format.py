@@ -1,6 +1,7 @@
 """Shards and reading: every bit comes back, from any split, and damage is named instead of read."""
 
 import errno
+import hashlib
 import json
 import os
 import struct
@@ -27,7 +28,7 @@ from recipes.checkpoint.format import (
     shard_name,
     write_shard,
 )
-from recipes.checkpoint.manifest import DTYPES, FileEntry, Manifest
+from recipes.checkpoint.manifest import DTYPES, Manifest
 
 NAME = "embedding.weight"
 OPTIMIZER_1 = shard_name("optimizer", 1, 2)
@@ -83,8 +84,8 @@ def test_any_part_from_any_tiling_equals_numpy_slicing(data: st.DataObject) -> N
         records = [
             write_shard(
                 Path(folder),
-                shard_name("model", rank, 3),
-                "model",
+                shard_name("any", rank, 3),
+                "any",
                 [
                     Box("w", shape, tuple(o for o, _ in tile), tensor[slices(tile)])
                     for tile, of in zip(tiles, owner, strict=True)
@@ -94,8 +95,8 @@ def test_any_part_from_any_tiling_equals_numpy_slicing(data: st.DataObject) -> N
             for rank in range(3)
         ]
         checkpoint = Checkpoint(Path(folder), Manifest.build(0, records, {}))
-        part = checkpoint.read("model", "w", tuple(o for o, _ in wanted), tuple(s for _, s in wanted))
-        assert bits(checkpoint.read("model", "w")) == bits(tensor)
+        part = checkpoint.read("any", "w", tuple(o for o, _ in wanted), tuple(s for _, s in wanted))
+        assert bits(checkpoint.read("any", "w")) == bits(tensor)
         assert checkpoint.verify() == []
     expected = tensor.reshape(-1).view(torch.uint8).numpy().reshape(*shape, dtype.itemsize)[slices(wanted)]
     assert (part.dtype, tuple(part.shape)) == (dtype, tuple(s for _, s in wanted))
@@ -114,8 +115,8 @@ def test_signalling_nans_and_extremes_keep_their_bits(
     tmp_path: Path, pattern: int, integer: torch.dtype, dtype: torch.dtype
 ) -> None:
     tensor = torch.tensor([[pattern, 0]], dtype=integer).view(dtype)
-    record = write_shard(tmp_path, "model.safetensors", "model", [Box.whole("w", tensor)])
-    back = Checkpoint(tmp_path, Manifest.build(0, [record], {})).read("model", "w")
+    record = write_shard(tmp_path, "any.safetensors", "any", [Box.whole("w", tensor)])
+    back = Checkpoint(tmp_path, Manifest.build(0, [record], {})).read("any", "w")
     assert back.dtype == dtype and back.view(integer).tolist() == [[pattern, 0]]
 
 
@@ -246,31 +247,59 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def not_finite(path: Path) -> None:
+    """One number of the size of the others."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-4] + struct.pack("<f", float("nan")))
+
+
+def sign(folder: Path, name: str) -> None:
+    """Record the present size and checksum of a file."""
+    manifest, data = json.loads((folder / MANIFEST).read_text()), (folder / name).read_bytes()
+    manifest["files"][name] |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
-    ("damage", "message", "seen_by_size", "seen_by_read"),
+    ("damage", "message"),
     [
-        (cut, "bytes instead of", True, True),
-        (Path.unlink, "is missing", True, True),
-        (link_away, "cannot be read as a regular file", True, True),
-        (pipe, "not a regular file", True, True),
-        (huge_header, "header too large", False, True),
-        (other_shape, r"is F32 \[4, 3\], the manifest says F32 \[3, 4\]", False, True),
-        (flip, "sha256 differs", False, False),
+        (cut, "bytes instead of"),
+        (Path.unlink, "is missing"),
+        (link_away, "cannot be read as a regular file"),
+        (pipe, "not a regular file"),
+        *((damage, "sha256 differs") for damage in (huge_header, other_shape, not_finite, flip)),
     ],
 )
-def test_damaged_shards(
-    save: Callable[..., Path], damage: Callable[[Path], Any], message: str, seen_by_size: bool, seen_by_read: bool
+def test_damaged_shards_are_never_read(save: Callable[..., Path], damage: Callable[[Path], Any], message: str) -> None:
+    folder = save(1)
+    damage(folder / MODEL_1)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "model-00001-of-00002.safetensors: Error while deserializing header"),
+        (huge_header, "header too large"),
+        (other_shape, r"is F32 \[4, 3\], the manifest says F32 \[3, 4\]"),
+        (not_finite, r"'embedding.weight\[3:6,0:4\]' is not finite"),
+    ],
+)
+def test_neither_are_shards_with_the_right_checksum_of_wrong_content(
+    save: Callable[..., Path], damage: Callable[[Path], Any], message: str
 ) -> None:
     folder = save(1)
     damage(folder / MODEL_1)
-    problems = open_checkpoint(folder).verify(checksums=True)
+    sign(folder, MODEL_1)
+    refused(folder, message)
+
+
+def refused(folder: Path, message: str) -> None:
+    """Both ways to look at the second shard of weights see what is wrong; the others are as they were."""
+    problems = open_checkpoint(folder).verify()
     assert len(problems) == 1 and MODEL_1 in problems[0]
-    assert bool(open_checkpoint(folder).verify(checksums=False)) == seen_by_size
-    if seen_by_read:
-        with pytest.raises(ValueError, match=message):
-            open_checkpoint(folder).read("model", NAME)
-    else:
-        assert message in problems[0]
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(folder).read("model", NAME)
     assert open_checkpoint(folder).read("model", "norm.weight").tolist() == [1.0] * 4  # the other file is untouched
 
 
@@ -298,21 +327,48 @@ def test_trainer_state_is_checked(save: Callable[..., Path], content: bytes, mes
     (folder / TRAINER).write_bytes(content)
     with pytest.raises(ValueError, match="bytes instead of"):
         _ = open_checkpoint(folder).trainer
-    data = json.loads((folder / MANIFEST).read_text())
-    data["files"][TRAINER] = vars(
-        FileEntry("trainer", len(content), checkpoint_format.hashlib.sha256(content).hexdigest())
-    )
-    (folder / MANIFEST).write_text(json.dumps(data))
+    sign(folder, TRAINER)
     with pytest.raises(ValueError, match=message):
         _ = open_checkpoint(folder).trainer
 
 
-def test_verify_tells_its_progress_and_unknown_kinds(save: Callable[..., Path]) -> None:
+def test_ranks_share_the_bytes_out(save: Callable[..., Path]) -> None:
+    folder = save(1)
+    shares = [open_checkpoint(folder) for _ in range(3)]
+    for number, checkpoint in enumerate(shares):
+        assert checkpoint.verify(part=(number, 3)) == []
+    looked_at = sorted(name for checkpoint in shares for name in checkpoint.trusted)
+    assert looked_at == sorted(shares[0].manifest.files)
+    flip(folder / MODEL_1)
+    assert [len(open_checkpoint(folder).verify(part=(number, 3))) for number in range(3)].count(1) == 1
+    assert "no files of kind 'ema'" in open_checkpoint(folder).verify(["ema", "model"])[0]
+
+
+def test_a_file_is_hashed_once(save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or digest(file, name))
     checkpoint = open_checkpoint(save(1))
-    heard: list[int] = []
-    assert checkpoint.verify(on_bytes=heard.append) == []
-    assert sum(heard) == sum(entry.size for entry in checkpoint.manifest.files.values())
-    assert "no files of kind 'ema'" in checkpoint.verify(["ema", "model"])[0]
+    for _ in range(3):
+        checkpoint.read("model", NAME)
+    assert len(hashed) == 2
+    assert checkpoint.verify() == [] and len(hashed) == len(checkpoint.manifest.files)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_weights_and_moments_that_are_not_finite_are_not_written(tmp_path: Path, kind: str) -> None:
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(ValueError, match=f"{kind} tensor 'w' is not finite"):
+            write_shard(tmp_path, "a.safetensors", kind, [Box.whole("w", torch.tensor([1.0, value]))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_larger_than_the_files_beside_it_is_not_parsed(save: Callable[..., Path]) -> None:
+    folder = save(1)
+    with open(folder / MANIFEST, "ab") as file:
+        file.truncate(checkpoint_format._MAX_JSON_BYTES * 2)
+    with pytest.raises(ValueError, match=r"manifest\.json: \d+ bytes, more than the limit"):
+        open_checkpoint(folder)
 
 
 def test_only_safetensors_and_json_are_written(save: Callable[..., Path]) -> None:

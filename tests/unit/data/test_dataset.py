@@ -4,9 +4,10 @@ import shutil
 import pytest
 
 from recipes.data.blend import open_blend, require_samples
-from recipes.data.dataset import load_dataset
+from recipes.data.dataset import load_dataset, write_manifest
 from recipes.data.tokenizer import load_tokenizer
 from tools.index import Options, index
+from tools.tokenizer import train
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +114,52 @@ def test_without_wrapping_too_few_samples_are_refused_with_both_numbers(indexed)
     with pytest.raises(ValueError, match=rf"ja has {have['ja']} of the {have['ja'] + 1} needed") as caught:
         require_samples(info, {"ja": 1.0}, 16, have["ja"] + 1)
     assert "data.wrap=false" in str(caught.value) and "train.steps" in str(caught.value)
+
+
+def sign(folder):
+    """Write the digest that fits, as whoever means to deceive would."""
+    values = json.loads((folder / "dataset.json").read_text())
+    values.pop("digest")
+    write_manifest(folder, values.pop("tokenizer"), values.pop("dtype"), values.pop("domains"), **values)
+
+
+def test_what_was_changed_after_writing_is_refused(folder):
+    edit(folder, lambda manifest: manifest["options"].update(seed=5))
+    with pytest.raises(ValueError, match=r"dataset\.json: was changed after it was written"):
+        load_dataset(folder)
+
+
+def test_an_end_of_document_that_the_tokenizer_does_not_have_is_refused(folder):
+    edit(folder, lambda manifest: manifest["tokenizer"].update(eod=5))
+    for signed in (False, True):
+        if signed:
+            sign(folder)
+        with pytest.raises(
+            ValueError, match=r"dataset\.json was written with .*EOD 5\) but .*tokenizer\.model is .*EOD 2\)"
+        ):
+            load_dataset(folder)
+
+
+def test_other_ids_and_another_tokenizer_are_refused(folder):
+    valid = folder / "en_valid.bin"
+    data = bytearray(valid.read_bytes())
+    data[0], data[2] = data[2], data[0]  # as legal as before, and not what was written
+    valid.write_bytes(data)
+    with pytest.raises(ValueError, match=r"en_valid\.bin: not the file that was written with dataset\.json"):
+        load_dataset(folder)
+    (folder.parent / "text.txt").write_text("other words\n" * 99)
+    train([folder.parent / "text.txt"], 275, folder / "tokenizer.model", max_bytes=10**5, seed=1)
+    with pytest.raises(ValueError, match=r"tokenizer\.model: not the file that was written"):
+        load_dataset(folder)
+
+
+def test_links_and_pipes_are_no_data(folder):
+    for path in (folder / "en_test.bin", folder / "tokenizer.model", folder / "dataset.json"):
+        kept = folder.parent / path.name
+        path.rename(kept)
+        path.symlink_to(kept)
+        with pytest.raises(ValueError, match=rf"{path.name}: not a regular file"):
+            load_dataset(folder)
+        path.unlink()
+        kept.rename(path)
+    load_dataset(folder)

@@ -1,11 +1,14 @@
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from recipes.data.blend import Blend
 from recipes.data.indexed import (
     IndexedSource,
+    IndexedWriter,
     document_offsets,
     megatron_indexed_dataset,
     narrow,
@@ -81,6 +84,53 @@ def test_damaged_files_are_named(tmp_path):
     refused("do not add up to the 3 ids")
     data.unlink()
     refused(r"x\.bin: no such file")
+
+
+def test_an_index_is_believed_only_where_its_arrays_agree(tmp_path):
+    write(tmp_path / "x", [[1, 2, 3], [4], [5, 6]], np.int32)
+    idx = tmp_path / "x.idx"
+    good = idx.read_bytes()
+    lengths, pointers, boundaries = 34, 34 + 12, 34 + 12 + 24  # of three sequences
+    for at, form, value, message in (
+        (lengths, "<i", -3, "sequence 0 has a length of -3"),
+        (lengths, "<i", 2**31 - 1, "its documents do not add up to the 6 ids"),
+        (
+            pointers + 8,
+            "<q",
+            2**62,
+            "sequence 1 does not begin where the one before it ends: at byte 4611686018427387904",
+        ),
+        (pointers + 8, "<q", 13, "sequence 1 does not begin"),
+        (pointers, "<q", -4, "sequence 0 does not begin"),
+        (boundaries, "<q", 1, "documents must go from sequence 0 to 3"),
+        (boundaries + 8, "<q", 10**9, "documents must go"),
+        (boundaries + 24, "<q", -1, "documents must go"),
+    ):
+        damaged = bytearray(good)
+        struct.pack_into(form, damaged, at, value)
+        idx.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"x\.idx: {message}"):
+            IndexedSource(tmp_path / "x", "x")
+    for count, at in ((2**63, 18), (2**60, 26)):
+        damaged = bytearray(good)
+        struct.pack_into("<Q", damaged, at, count)
+        idx.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"x\.idx: .* bytes, its header promises"):
+            IndexedSource(tmp_path / "x", "x")
+
+
+def test_ids_beyond_the_vocabulary_are_named_with_file_and_domain(tmp_path):
+    write(tmp_path / "x", [[1, 2, 99]], np.uint16)
+    assert len(IndexedSource(tmp_path / "x", "en", vocab_size=100)) == 3
+    with pytest.raises(
+        ValueError, match=r"x\.bin \(domain en\): token id 99 is not in the vocabulary, legal are 0 to 98"
+    ):
+        IndexedSource(tmp_path / "x", "en", vocab_size=99)
+    source = IndexedSource(tmp_path / "x", "en")
+    with pytest.raises(ValueError, match=r"x\.bin \(domain en\), sample 0: token id 99"):
+        Blend([source], [1.0], seq_length=2, seed=1, vocab_size=99).sample(0)
+    with pytest.raises(ValueError, match=r"y\.bin: token id 7 is not in the vocabulary"):
+        IndexedWriter(tmp_path / "y", np.dtype(np.uint16), vocab_size=7).add(np.array([7]))
 
 
 @pytest.mark.parametrize(("tokens", "windows"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])

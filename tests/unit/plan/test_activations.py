@@ -13,7 +13,7 @@ from tests.tiny import tiny_config, tiny_moe_config
 
 
 def _of(config: Config, world_size: int = 1, stage: int = 0) -> Activations:
-    return stage_activations(config, layout_of(config, world_size), stage)
+    return stage_activations(config, layout_of(config, world_size))[stage]
 
 
 def _micro(make=tiny_config, **changes) -> Config:

@@ -1,5 +1,6 @@
 import io
 import math
+import os
 
 import pytest
 from rich.console import Console
@@ -101,3 +102,26 @@ def test_loss_table_shows_each_domain():
     assert "2.0794" in ja and "8.00" in ja
     (code,) = (line for line in text.splitlines() if "code [py]" in line)
     assert "inf" in code
+
+
+class _Closed(io.StringIO):
+    """What a terminal, or a pipe, is after its other end has gone."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error")])
+def test_nobody_who_reads_is_no_reason_to_fail(error, monkeypatch):
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # rich would turn this process's output away
+    progress = PlainProgress(Console(file=_Closed(error)), 3, 0, 1)
+    progress.say("hello")
+    progress.step(1, {"lm_loss": 1.0}, None)
+    progress.close()

@@ -60,6 +60,27 @@ def test_launcher_variables_but_no_secrets(monkeypatch):
     assert "hunter2" not in json.dumps(described)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://user:hunter2@example.org/simple",
+        "https://hunter2@example.org/x.git",
+        "socks5h://a:hunter2@[::1]:3128",
+        "git+https://oauth2:hunter2@example.org/x.git@main#egg=x",
+        "http://a:b/c#hunter2@example.org",
+        "https://example.org/x?X-Amz-Signature=hunter2&a=1",
+        "https://example.org/x?a=1&access_token=hunter2",
+        "Authorization: Bearer hunter2",
+        "hf_hunter2hunter2hunter2",
+    ],
+)
+def test_values_of_variables_lose_their_passwords(value, monkeypatch):
+    for name in ("NCCL_NET_URL", "TORCH_PROXY", "DS_INDEX"):
+        monkeypatch.setenv(name, value)
+    described = json.dumps(describe_environment([]))
+    assert "hunter2" not in described and described.count("***") >= 3
+
+
 def test_nothing_heavy_is_imported():
     modules = ("console", "environment", "jsonl", "profiler", "summary", "throughput", "wandb_run")
     code = f"""

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from recipes.telemetry.summary import replace_text, write_json
+from recipes.files import replace_text
+from recipes.telemetry.summary import write_json
 
 
 def test_writes_strict_json(tmp_path):

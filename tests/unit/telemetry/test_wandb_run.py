@@ -3,11 +3,12 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from recipes.config import TelemetryConfig, WandbMode
-from recipes.telemetry.wandb_run import NullLogger, new_run_id, open_run
+from recipes.telemetry.wandb_run import NullLogger, choose_run_id, open_run
 
 
 class FakeRun:
@@ -53,7 +54,7 @@ class FakeWandb(types.ModuleType):
         self.init_calls.append(kwargs)
         if self.init_error is not None:
             raise self.init_error
-        assert kwargs["id"] not in self.server or kwargs["resume"] in ("allow", "must"), "would overwrite the run"
+        assert kwargs["id"] not in self.server or kwargs["resume"] in ("allow", None), "would overwrite the run"
         self.runs.append(FakeRun(self.server.setdefault(kwargs["id"], [])))
         return self.runs[-1]
 
@@ -174,11 +175,38 @@ def test_disabled_imports_nothing_and_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_agent_chooses_the_id(monkeypatch):
+def test_the_id_is_that_of_the_variable_else_of_the_checkpoint_else_fresh(monkeypatch, capfd):
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    assert new_run_id() != new_run_id()
+    assert choose_run_id(None) != choose_run_id(None)
+    assert choose_run_id("stored") == "stored"
     monkeypatch.setenv("WANDB_RUN_ID", "sweep123")
-    assert new_run_id() == "sweep123"
+    assert choose_run_id(None) == choose_run_id("sweep123") == "sweep123"
+    assert capfd.readouterr().out == ""
+    assert choose_run_id("stored") == "sweep123"
+    assert "W&B run sweep123, as WANDB_RUN_ID; the checkpoint's is stored" in capfd.readouterr().out
+
+
+def test_names_are_unique_and_variables_are_left_to_wandb(tmp_path, fake, monkeypatch):
+    for name in ("WANDB_NAME", "WANDB_DIR", "WANDB_RESUME", "WANDB_QUIET", "WANDB_CONSOLE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        start(tmp_path)
+    first, second = fake.init_calls
+    assert first["name"] == f"{tmp_path.name}-{first['id']}" != second["name"] == f"{tmp_path.name}-{second['id']}"
+    assert (first["dir"], first["resume"], first["settings"]["console"]) == (tmp_path, "allow", "off")
+    for name, value in {
+        "NAME": "mine",
+        "DIR": str(tmp_path),
+        "RESUME": "must",
+        "QUIET": "true",
+        "CONSOLE": "wrap",
+    }.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    fake.server["abc"] = []
+    start(tmp_path, run_id="abc")
+    third = fake.init_calls[-1]
+    assert third["name"] is third["dir"] is third["resume"] is None, "so that wandb reads its variables"
+    assert not third["settings"].keys() & {"quiet", "console"}
 
 
 OFFLINE_SESSION = """
@@ -240,3 +268,32 @@ def test_real_wandb_offline_without_network_key_or_stdin(tmp_path):
     assert (steps, run["run_id"], exit_code) == ([1, 2, 3], "abc12345", 1)
     steps, run, exit_code = history_and_exit(second)
     assert (steps, run["run_id"], run["resume"], exit_code) == ([2, 3, 4], "abc12345", True, 0)
+
+
+def test_no_password_reaches_the_files_of_a_run(tmp_path):
+    """With the real wandb, in a repository whose remote has a key, from a command line with a password."""
+    git = ["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (
+        ["init", "-q"],
+        ["commit", "-qm", "first", "--allow-empty"],
+        ["remote", "add", "origin", "https://hunter2:hunter2@example.org/x.git"],
+    ):
+        subprocess.run([*git, *words], check=True, timeout=30)
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from recipes.config import TelemetryConfig
+        from recipes.telemetry.wandb_run import open_run
+        before = list(sys.argv)
+        run = open_run(Path(), TelemetryConfig(), True, None, {})
+        run.log(1, {"x": 1})
+        run.finish(failed=False)
+        sys.exit(sys.argv != before)
+    """
+    proxy = {"HTTPS_PROXY": "http://me:hunter2@127.0.0.1:1", "PIP_INDEX_URL": "https://me:hunter2@example.org/simple"}
+    environ = os.environ | proxy | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", code, "data.path=https://me:hunter2@example.org"]
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=55, capture_output=True)
+    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == []

@@ -59,11 +59,14 @@ def test_a_stopped_comparison_leaves_no_process(tmp_path, rank, number):
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("code", "summary", "expected"), [(3, False, 3), (3, True, 3), (0, False, 1), (0, True, None)])
+@pytest.mark.parametrize(
+    ("code", "summary", "expected"),
+    [(3, "", 3), (3, "{}", 3), (0, "", 1), (0, "{}", None), (0, '{"complete": false}', 1)],
+)
 def test_a_failing_run_fails_the_comparison(tmp_path, monkeypatch, capsys, code, summary, expected):
     monkeypatch.setattr(arms, "command", lambda arm: [sys.executable, "-c", f"raise SystemExit({code})"])
     if summary:
-        (tmp_path / "summary.json").write_text("{}")
+        (tmp_path / "summary.json").write_text(summary)
     arm = arms.Arm("sparse", 2, tmp_path, ())
     if expected is None:
         arms.train(arm)

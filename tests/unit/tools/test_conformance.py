@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import RECOMPUTE_MODULES, MoeBackend, Recompute
-from recipes.logical import logical_tensors, moe_layers, num_kv_heads
+from recipes.logical import logical_tensors, moe_layers, num_kv_heads, padded_vocab_size
 from recipes.pretrain import ROOT, compose
 from recipes.topology import Layout
 from recipes.validation import problems
@@ -90,6 +90,23 @@ class TestShrink:
         assert [layout for layout in legal_layouts(scaled, 4) if layout.pipeline_parallel_size == 1] == [
             layout for layout in legal_layouts(config, 4) if layout.pipeline_parallel_size == 1
         ]
+
+    @pytest.mark.parametrize("vocab", [60, 501, 4096, 5000, 8192])
+    @pytest.mark.parametrize("tied", ["true", "false"])
+    def test_a_vocabulary_of_moderate_size_stays_as_it_is(self, vocab, tied):
+        words = [f"model.vocab_size={vocab}", f"model.share_embeddings_and_output_weights={tied}"]
+        config = recipe("switch_8e", *words, "model.make_vocab_size_divisible_by=32")
+        small = shrink.shrink(config, 4).model
+        assert (small.vocab_size, small.make_vocab_size_divisible_by) == (vocab, 32)
+        assert small.share_embeddings_and_output_weights == (tied == "true")
+        assert not [line for line in shrink.changes(config, shrink.shrink(config, 4)) if "vocab" in line]
+
+    def test_a_large_or_unknown_vocabulary_becomes_small_and_padded(self):
+        for changes in (["model.vocab_size=8193"], ["model.vocab_size=151936"], []):
+            planned = sweep.plan(compose(["experiment=dense", *changes]), 2, "1")
+            model = planned.small.model
+            assert model.vocab_size == 61 and padded_vocab_size(model, 2) == padded_vocab_size(model, 4) == 64
+            assert any(line.startswith("model.vocab_size  ") and line.endswith(" -> 61") for line in planned.notes)
 
     def test_what_was_scaled_is_told(self):
         config = recipe("qwen3_30b_a3b_64gpu_h100_bf16")
@@ -201,7 +218,7 @@ class TestCommand:
         assert set(row) == {
             "layout", "backend", "zero", "world_size", "accumulation", "loss_err", "aux_err", "grad_err", "norm_err", "sgd_err",
             "adamw_err", "replica_err", "route_flips", "worst_tensor", "ok", "seconds", "problem", "recompute", "offload",
-            "grad_median", "bounds",
+            "grad_median", "bounds", "checkpoint_err",
         }  # fmt: skip
         assert row["ok"] is True and row["world_size"] == 2 and row["backend"] is None and row["problem"] is None
         assert (
@@ -226,6 +243,7 @@ class TestCommand:
         [
             (dataclasses.replace(ERRORS, grad_err=2.1e-5), None),
             (dataclasses.replace(ERRORS, replica_err=1e-30), None),
+            (dataclasses.replace(ERRORS, checkpoint_err=1e-30), None),
             (dataclasses.replace(ERRORS, route_flips=1), None),
             (dataclasses.replace(ERRORS, norm_err=math.inf), None),
             (None, "rank 1: ZeroDivisionError: planted"),

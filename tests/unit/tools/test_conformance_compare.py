@@ -8,7 +8,7 @@ import torch
 
 from recipes.config import OptimizerName
 from tools.conformance import compare
-from tools.conformance.compare import Box, Measured, Reference, Routed
+from tools.conformance.compare import Box, Measured, Reference, Routed, Worst
 
 
 def box(name, offsets, values):
@@ -137,6 +137,7 @@ class TestCompare:
             ("aux_err", {"aux": {"z_loss": 2.00001}}),
             ("route_flips", {"experts": {"bias": [[0.5, 0.25], [0.0, 1e-9]], "steps": 3}}),
             ("norm_err", {"norm": 1.0}),
+            ("checkpoint_err", {"checkpoint": Worst(1e-9, "exp_avg/x")}),
         ],
     )
     def test_a_number_of_one_rank_that_is_off(self, reference, column, changes):

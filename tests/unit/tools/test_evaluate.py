@@ -4,14 +4,15 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 
-from recipes.config import DataConfig, from_plain, to_plain
+from recipes.config import DataConfig, to_plain
 from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
-from recipes.data.tokenizer import load_tokenizer
+from recipes.description import check_description
 from recipes.telemetry.jsonl import read_metrics
-from tools.evaluate import Score, size
+from tools.evaluate import Score, score, size
 from tools.index import main as index
 
 EVALUATE = "tools.evaluate"
@@ -64,29 +65,70 @@ def test_bits_per_byte(evaluated, trained):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_tokens_and_bytes_are_those_of_the_labels(trained, masked):
-    dataset, tokenizer = load_dataset(trained.data), load_tokenizer(trained.data)
-    source = dataset.open("ja", "valid")
-    everything = EvalSet(source, 1, 10**9, 1)  # windows of one label: all ids but the first
-    tokens, num_bytes = size(everything, dataset.eod, DataConfig(eod_mask_loss=masked), tokenizer)
+def test_bytes_are_those_of_the_raw_text_of_the_labels(trained, masked):
+    dataset = load_dataset(trained.data)
+    source, text_bytes = dataset.open("ja", "valid"), dataset.text_bytes("ja", "valid")
+    raw = {
+        json.loads(line)["text"]
+        for line in (trained.data.parent / "corpus" / "ja.jsonl").read_text(encoding="utf-8").splitlines()
+    }
     texts = [
-        tokenizer.decode(source.ids[a:b].tolist()) for a, b in zip(source.offsets, source.offsets[1:], strict=False)
+        dataset.tokenizer().decode(source.ids[a:b].tolist())
+        for a, b in zip(source.offsets, source.offsets[1:], strict=False)
     ]
-    first_ids = [int(source.ids[a]) for a in source.offsets[:-1]]
-    unseen = first_ids if masked else first_ids[:1]
-    assert len(texts) > 5 and tokens == len(source.ids) - len(unseen)
-    assert num_bytes == sum(len(t.encode()) for t in texts) - sum(len(tokenizer.decode([i]).encode()) for i in unseen)
-    assert size(everything, dataset.eod, DataConfig(eod_mask_loss=masked), None) == (tokens, None)
+    assert len(texts) > 5 and set(texts) <= raw and text_bytes.tolist() == [len(text.encode()) for text in texts]
+    everything = EvalSet(source, 1, 10**9, 1)  # windows of one label: all ids but the first
+    tokens, num_bytes = size(everything, dataset.eod, DataConfig(eod_mask_loss=masked), text_bytes)
+    unseen = len(texts) if masked else 1  # first tokens of documents; the others' bytes are exact
+    assert tokens == len(source.ids) - unseen
+    lengths = np.diff(source.offsets) - 1
+    expected = text_bytes.sum() - (text_bytes / lengths)[:unseen].sum()
+    assert num_bytes == pytest.approx(expected, abs=0.5)
+    few = EvalSet(source, 5, 1, 1)  # within the first document
+    tokens, num_bytes = size(few, dataset.eod, DataConfig(), text_bytes)
+    assert lengths[0] > 5 == tokens and num_bytes == round(5 * text_bytes[0] / lengths[0])
+    assert size(few, dataset.eod, DataConfig(), None) == (5, None)
 
 
-def test_data_without_its_tokenizer_or_at_another_place(call, evaluated, trained, tmp_path):
+def test_a_tokenizer_that_loses_text_does_not_change_the_bytes(tmp_path):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    lossy = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    lossy.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.StripAccents()])
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    lossy.add_special_tokens(["</s>"])
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    texts = ["ＡＢＣ　日本語   é", "a a unknown words", "①" * 50]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    paths = ["--input", tmp_path / "a.jsonl", "--tokenizer", tmp_path, "--out", tmp_path / "out", "--split", "0,1,0"]
+    assert index([str(path) for path in paths]) == 0
+    dataset = load_dataset(tmp_path / "out")
+    source, text_bytes = dataset.open("a", "valid"), dataset.text_bytes("a", "valid")
+    assert text_bytes.tolist() == [len(text.encode()) for text in texts]
+    _, num_bytes = size(EvalSet(source, 1, 10**9, 1), dataset.eod, DataConfig(), text_bytes)
+    first = text_bytes[0] / (np.diff(source.offsets)[0] - 1)
+    assert num_bytes == pytest.approx(text_bytes.sum() - first, abs=0.5)
+
+
+def test_data_at_another_place_without_its_tokenizer_or_without_sizes_of_text(call, evaluated, trained, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(trained.data, moved)
-    (moved / "tokenizer.model").unlink()
-    result = evaluated(trained.folder, "--data", moved)
-    assert result["data"] == str(moved) and result["all"]["bits_per_byte"] is None
+    assert evaluated(trained.folder, "--data", moved)["data"] == str(moved)
+    assert index(["--verify", str(moved)]) == 0
+    older = json.loads((moved / "dataset.json").read_text())
+    older |= {"format_version": 1}
+    del older["digest"], older["tokenizer"]["files"]
+    for domain in older["domains"].values():
+        for split in domain["splits"].values():
+            del split["content"], split["text"]
+    (moved / "dataset.json").write_text(json.dumps(older))
+    assert evaluated(trained.folder, "--data", moved)["all"]["bits_per_byte"] is None
     _, _, err = call(EVALUATE, trained.folder, "--data", moved)
-    assert "no bits per byte: " in err
+    assert "no bits per byte of en, ja: " in err and "written by an earlier version" in err
+    (moved / "tokenizer.model").unlink()
+    code, _, err = call(EVALUATE, trained.folder, "--data", moved)
+    assert code == 2 and "tokenizer.model: no such file" in err and err.count("\n") == 1
 
 
 def test_a_run_whose_data_is_gone_says_so(call, trained, tmp_path):
@@ -140,15 +182,24 @@ def _rewrite_config(checkpoint, change):
 @pytest.mark.parametrize(
     ("group", "key", "value", "message"),
     [
-        ("model", "num_layers", "2", "model.num_layers='2': must be int"),
-        ("model", "num_layers", True, "model.num_layers=True: must be int"),
-        ("model", "num_layers", 10**9, "num_layers=1000000000 cannot be its model's"),
+        ("model", "num_layers", "2", "model.num_layers=2: must be an integer"),
+        ("model", "num_layers", True, "model.num_layers=true: must be an integer"),
+        ("model", "num_layers", 10**9, "model.num_layers=1000000000 must be at least 1 and at most 10000"),
         ("model", "num_layers", 1, "its config says absent"),
-        ("model", "ffn_hidden_size", 10**9, "its config says"),
-        ("model", "activation", "eval", "model.activation='eval': must be one of swiglu, gelu"),
+        ("model", "ffn_hidden_size", 10**6, "its config says"),
+        ("model", "ffn_hidden_size", 10**9, "model.ffn_hidden_size=1000000000 must be at least 1 and at most"),
+        (
+            "model",
+            "make_vocab_size_divisible_by",
+            10**6,
+            "model.make_vocab_size_divisible_by=1000000 pads the vocabulary",
+        ),
+        ("optimizer", "adam_beta1", 7, "optimizer.adam_beta1=7"),
+        ("train", "global_batch_size", 7, "train.global_batch_size=7 must be divisible"),
+        ("model", "activation", "eval", "model.activation=eval: must be one of swiglu, gelu"),
         ("model", "typo", 1, "model.typo: unknown key"),
-        ("data", "domain_weights", {"a": "1"}, "data.domain_weights.a='1': must be float"),
-        ("telemetry", "profile_steps", [1, None], "telemetry.profile_steps[1]=None: must be int"),
+        ("data", "domain_weights", {"a": "1"}, "data.domain_weights.a=1: must be a number"),
+        ("telemetry", "profile_steps", [1, None], "telemetry.profile_steps[1]=null: must be an integer"),
         ("model", "vocab_size", None, "vocab_size=None"),
     ],
 )
@@ -163,13 +214,17 @@ def test_a_description_that_is_not_the_models_is_refused(call, trained, tmp_path
 
 def test_descriptions_come_back_from_plain_values(trained):
     plain = json.loads(json.dumps(to_plain(trained.config)))
-    assert from_plain(type(trained.config), plain) == trained.config
+    assert check_description(plain) == trained.config
     plain["telemetry"]["profile_steps"], plain["data"]["domain_weights"] = [1, 2], {"en": 1}
-    again = from_plain(type(trained.config), plain)
+    again = check_description(plain)
     assert to_plain(again) == plain and type(again.data.domain_weights["en"]) is float
-    del plain["model"]["rotary_base"]
-    assert from_plain(type(trained.config), plain).model.rotary_base == 10000.0
-    with pytest.raises(ValueError, match=r"^model='x': must be a mapping"):
-        from_plain(type(trained.config), plain | {"model": "x"})
-    with pytest.raises(ValueError, match=r"^value=None: must be a mapping"):
-        from_plain(type(trained.config), None)
+
+
+def test_a_loss_that_is_not_finite_is_an_error(trained, monkeypatch):
+    dataset = load_dataset(trained.data)
+    sets = {name: EvalSet(dataset.open(name, "valid"), 16, 2, 2) for name in ("en", "ja")}
+    for value in (math.nan, math.inf):
+        losses = {"en": 5.0, "ja": value, "": value}
+        monkeypatch.setattr("recipes.train.evaluate.evaluate", lambda *_, losses=losses: losses)
+        with pytest.raises(ValueError, match=f"the loss of ja is {value}: its training has diverged"):
+            score(None, sets, dataset.eod, DataConfig(), dict.fromkeys(sets))

@@ -149,6 +149,70 @@ def test_roles_of_a_hugging_face_tokenizer_come_with_the_data(tmp_path):
     assert load_dataset(tmp_path / "out").tokenizer().eod == 2
 
 
+@pytest.mark.parametrize("named", [{"eos_token": "</s>"}, {"eos_token_id": [256, 3]}])
+def test_an_end_of_document_that_is_not_flagged_is_not_forged(tmp_path, named):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("</s>", special=False)])
+    (tmp_path / "hf").mkdir()
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    file = "tokenizer_config.json" if "eos_token" in named else "generation_config.json"
+    (tmp_path / "hf" / file).write_text(json.dumps(named | ({} if "eos_token" in named else {"eos_token_id": 256})))
+    texts = ["see </s> here and there", "nothing special in this one", "</s></s></s>", "one more"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    paths = [
+        "--input",
+        tmp_path / "a.jsonl",
+        "--tokenizer",
+        tmp_path / "hf",
+        "--out",
+        tmp_path / "out",
+        "--split",
+        "1,0,0",
+    ]
+    assert main([str(path) for path in paths]) == 0
+    info = load_dataset(tmp_path / "out")  # with the file that names the role, or the tokenizer would have no EOD
+    found = documents(tmp_path / "out", "a", "train")
+    assert [ids.count(info.eod) for ids in found] == [1] * 4 and all(ids[-1] == info.eod == 256 for ids in found)
+    assert sorted(info.tokenizer().decode(ids) for ids in found) == sorted(texts)
+
+
+def test_a_data_set_of_an_earlier_format_is_written_again(run, tmp_path, capsys):
+    assert run({"a": ["the end", "words"]}) == 0
+    path = tmp_path / "out" / "dataset.json"
+    written = path.read_bytes()
+    values = json.loads(written) | {"format_version": 1}
+    del values["digest"], values["tokenizer"]["files"]
+    path.write_text(json.dumps(values))
+    assert main(["--verify", str(tmp_path / "out")]) == 0 and "by an earlier version" in capsys.readouterr().out
+    assert run({"a": ["the end", "words"]}) == 0 and path.read_bytes() == written
+    assert main(["--verify", str(tmp_path / "out")]) == 0 and "as it was written" in capsys.readouterr().out
+
+
+def test_larger_data_is_verified_when_asked_for(run, tmp_path, capsys, monkeypatch):
+    assert run({"a": ["the end", "words"]}, "--split", "1,0,0") == 0
+    monkeypatch.setattr("recipes.data.dataset.VERIFIED_BYTES", 10)
+    assert (
+        "only sizes were checked; check all by `python -m tools.index --verify" in load_dataset(tmp_path / "out").note
+    )
+    data = tmp_path / "out" / "a_train.bin"
+    data.write_bytes(data.read_bytes()[2:] + data.read_bytes()[:2])
+    load_dataset(tmp_path / "out")
+    assert main(["--verify", str(tmp_path / "out")]) == 2
+    assert "a_train.bin: not the file that was written" in capsys.readouterr().err
+
+
+def test_a_damaged_data_set_can_be_overwritten(run, tmp_path, capsys):
+    assert run({"a": ["the end"]}) == 0
+    (tmp_path / "out" / "dataset.json").write_text("{")
+    assert run({"a": ["the end"]}) == 2 and "--overwrite" in capsys.readouterr().err
+    assert run({"a": ["the end"]}, "--overwrite") == 0
+    load_dataset(tmp_path / "out")
+
+
 def test_unchanged_output_is_kept_and_other_output_is_refused(run, tmp_path, capsys):
     assert run({"a": ["the end"]}) == 0
     before = (tmp_path / "out" / "a_train.bin").stat().st_mtime_ns
