@@ -107,7 +107,7 @@ class _MicroBatch:
             return self.hidden + held, sum(count for _, count in lines) - kept_input
         kept = sum(count for module, count in lines if module not in self.recomputed)
         again = {module: sum(count for name, count in lines if name == module) for module in self.recomputed}
-        if "core_attn" in again and not self.explicit:
+        if "core_attn" in again and not self.explicit and not self.config.data.reset_attention_mask:
             again["core_attn"] += self._context()  # its output is saved a second time
         for module in ("layernorm", "moe_act"):  # of which one norm or expert at a time goes as soon as it is there
             again.pop(module, 0)
@@ -158,10 +158,11 @@ class _MicroBatch:
         if self.explicit:
             yield "core_attn", tokens * heads * 3 * width * FP32  # q, k, v scaled and one for each head
             yield "core_attn", tokens * heads * 3 * model.seq_length * FP32  # softmax, factors of its dropout, product
+            # (of documents by themselves the squares of their lengths, which are not known here: this is the most it can be)
         else:
             yield "core_attn", tokens * heads * FP32  # log of the softmax's denominators
             if self.config.data.reset_attention_mask:
-                yield "core_attn", tokens * model.seq_length * self.item  # the mask, as numbers to add
+                yield "core_attn", self._context()  # what documents put out, before they are joined
         yield ALWAYS, self._context()  # input of the output matrix
 
     def _context(self) -> int:
