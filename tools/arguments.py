@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and leave with exit code 2."""
-        message = message if len(message) < 2000 else f"{message[:2000]}..."
-        line = error_line(message).replace("\n", "\\n")
+        message = re.sub(r"^argument ([^:]+): (?=.*: must )", r"\1 ", message, flags=re.DOTALL)
+        line = error_line(message if len(message) < 2000 else f"{message[:2000]}...").replace("\n", "\\n")
         self.exit(2, f"{line}; see {self.prog} --help\n")
 
 
@@ -27,7 +29,7 @@ def file_path(text: str) -> Path:
     try:
         return user_path(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)} {error}") from error
+        raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)}: {error}") from error
 
 
 def file_name(text: str) -> str:
@@ -41,18 +43,20 @@ def unicode_text(value: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(
-            f"{shown(value)} is not valid Unicode: some of its bytes are no UTF-8"
+            f"{shown(value)}: must be valid Unicode: some of its bytes are no UTF-8"
         ) from error
     return value
 
 
 def integer(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
     """A parser of integers from `least` to `most`."""
+    legal = Range(least, most)
 
     def parsed(text: str) -> int:
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal() and len(digits) < 30 and int(text) in Range(least, most)):
-            raise argparse.ArgumentTypeError(f"{shown(text)} must be an integer, {Range(least, most)}")
+        if not re.fullmatch(r"[+-]?\d{1,30}", text, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)}: must be an integer, {legal}")
+        if int(text) not in legal:
+            raise argparse.ArgumentTypeError(f"{text}: must be {legal}")
         return int(text)
 
     return parsed
@@ -66,9 +70,9 @@ def number(low: float, high: float, above: bool = False) -> Callable[[str], floa
         try:
             value = float(text)
         except ValueError:
-            value = float("nan")
+            value = math.nan
         if value not in legal:
-            raise argparse.ArgumentTypeError(f"{shown(text)} must be a number, {legal}")
+            raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)}: must be a finite number, {legal}")
         return value
 
     return parsed

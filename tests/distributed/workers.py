@@ -221,7 +221,10 @@ def call_tool(rank: int, world_size: int, module: str, arguments: list[str]) -> 
     for name in Ranks().environment():
         os.environ.pop(name, None)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = importlib.import_module(module).main(arguments)
+        try:
+            code = importlib.import_module(module).main(arguments)
+        except SystemExit as ended:  # argparse
+            code = ended.code
     return code, out.getvalue(), err.getvalue()
 
 

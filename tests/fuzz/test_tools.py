@@ -138,19 +138,19 @@ def test_a_tool_answers_or_refuses(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
     [
-        ("tools.generate", ["folder", "--top-k", "-1"], "argument --top-k: -1 must be an integer, at least 0"),
+        ("tools.generate", ["folder", "--top-k", "-1"], "--top-k -1: must be at least 0"),
         (
             "tools.generate",
             ["folder", "--temperature", "nan"],
-            "argument --temperature: nan must be a number, at least 0",
+            "--temperature nan: must be a finite number, at least 0",
         ),
-        ("tools.generate", ["folder", "--prompt", "a\udcff"], r"argument --prompt: a\udcff is not valid Unicode"),
+        ("tools.generate", ["folder", "--prompt", "a\udcff"], r"--prompt a\udcff: must be valid Unicode"),
         ("tools.evaluate", ["x" * 300], "must have names of at most 255 bytes"),
         ("tools.evaluate", ["~nobody_of_this_name/x"], "~nobody_of_this_name is no home folder"),
-        ("tools.index", ["--seed", "9" * 5000], "argument --seed: 9999"),
+        ("tools.index", ["--seed", "9" * 5000], "--seed 9999"),
         ("tools.report.__main__", ["run", "--no-such\nflag"], r"unrecognized arguments: --no-such\nflag"),
         ("tools.tokenizer", ["train", "--input", "x"], "the following arguments are required: --out"),
-        ("tools.conformance.__main__", ["--world-size", "0"], "0 must be an integer, at least 1"),
+        ("tools.conformance.__main__", ["--world-size", "0"], "--world-size 0: must be at least 1"),
     ],
 )
 def test_mistakes_are_named(name, argv, message):

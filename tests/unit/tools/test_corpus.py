@@ -236,7 +236,7 @@ def test_domain_out_of_reach_is_named_and_the_others_are_built(tmp_path, capsys)
     ("argv", "message"),
     [
         (["--domains", "nope"], "nope: unknown; choose from wiki_en"),
-        (["--max-bytes-per-domain", "-1"], "0 (everything)"),
+        (["--max-bytes-per-domain", "-1"], "--max-bytes-per-domain -1: must be at least 0"),
     ],
 )
 def test_wrong_arguments_exit_with_2(tmp_path, capsys, argv, message):

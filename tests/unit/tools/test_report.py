@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from recipes.config import WandbMode
+from recipes.config import Config, WandbMode
+from recipes.description import to_yaml
 from recipes.validation import prepare
 from tests.fake_runs import fake_run
 from tests.ranks import forked, run_ranks
@@ -282,7 +283,11 @@ def test_names_tell_runs_apart(make, tmp_path):
         ("config.yaml", None, "config.yaml: no such file; name the folder of a run"),
         ("config.yaml", "run: [", "config.yaml: "),
         ("config.yaml", "!!python/object/apply:os.system ['touch owned']", "config.yaml: "),
-        ("config.yaml", "train: {steps: many}", "config.yaml: train.steps='many': must be int"),
+        (
+            "config.yaml",
+            to_yaml(Config()).replace("steps: 1000", "steps: many"),
+            "config.yaml: train.steps=many: must be an integer",
+        ),
         ("metrics.jsonl", None, "metrics.jsonl: no such file"),
         ("metrics.jsonl", "", "metrics.jsonl: no step is recorded"),
         ("metrics.jsonl", "no JSON\n", "metrics.jsonl, line 1: "),

@@ -148,7 +148,11 @@ def test_a_model_of_another_kind_is_not_exported(tmp_path, exported, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, corpus, tmp_path, capsys):
-    assert main([word.replace("CORPUS", str(corpus)).replace("OUT", str(tmp_path)) for word in arguments]) == 2
+    try:
+        code = main([word.replace("CORPUS", str(corpus)).replace("OUT", str(tmp_path)) for word in arguments])
+    except SystemExit as ended:  # argparse
+        code = ended.code
+    assert code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
