@@ -16,6 +16,7 @@ import math
 import re
 import sys
 import typing
+from collections.abc import Container
 from typing import Any, TypeVar
 
 import yaml
@@ -35,18 +36,18 @@ LATER = frozenset({"run.resume_with", "checkpoint.load", "checkpoint.save_interv
 def check_description(plain: Any, *, complete: bool = True) -> Config:
     """The description that `plain` (nested dicts, as `config.to_plain` makes them) holds.
 
-    `complete`: every key must be there, and those of earlier versions may be; else those left out have their defaults. Raises
+    `complete`: every key must be there; else those left out have their defaults. Keys of earlier versions are passed over. Raises
     ValueError with one message that names every key that is unknown, missing, of another type or out of range.
     """
-    config, found = read_description(plain, complete=complete)
+    config, found = read_description(plain, complete=complete, earlier=True)
     if found:
         raise ValueError(one_message(found))
     return config
 
 
-def read_description(plain: Any, *, complete: bool = True) -> tuple[Config, list[str]]:
+def read_description(plain: Any, *, complete: bool = True, earlier: bool = False) -> tuple[Config, list[str]]:
     """As `check_description`, with the problems as a list; what has a problem has its default in the description."""
-    reader = _Reader(complete)
+    reader = _Reader(complete, schema.REMOVED if earlier else ())
     config = reader.group(Config, plain, "")
     return config if isinstance(config, Config) else Config(), reader.found
 
@@ -103,8 +104,8 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, complete: bool):
-        self.complete, self.items = complete, 0
+    def __init__(self, complete: bool, earlier: Container[str] = ()):
+        self.complete, self.earlier, self.items = complete, earlier, 0
         self.found: list[str] = []
 
     def group(self, kind: Any, value: Any, key: str) -> Any:
@@ -116,8 +117,7 @@ class _Reader:
             )
             return kind()
         hints, prefix, read = _hints(kind), f"{key}." if key else "", {}
-        earlier = schema.REMOVED if self.complete else {}
-        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in earlier)
+        unknown = (name for name in value if name not in hints and f"{prefix}{name}" not in self.earlier)
         for name in itertools.islice(unknown, MAX_SHOWN):
             self.found.append(schema.unknown_key(f"{prefix}{schema.show(name)}"))
         for name, hint in hints.items():

@@ -25,23 +25,21 @@ WEIGHTS = (MODEL, TRAINER_KIND)  # what a model is built from
 
 @dataclass(frozen=True)
 class Places:
-    """Folders that may hold the wanted checkpoint, best first, and why others do not."""
+    """Folders that may hold the wanted checkpoint, best first, and what was found wrong already."""
 
     folders: list[Path]
     passed_over: list[str] = field(default_factory=list)
 
 
-def places(path: Path, kinds: Iterable[str] | None = WEIGHTS) -> Places:
+def places(path: Path) -> Places:
     """Where `path` may mean: a run folder or its `checkpoints` (the newest step first), or the folder of one step.
 
-    `kinds`: what must be there. Raises ValueError when there is nothing.
+    Raises ValueError when there is nothing.
     """
     if (path / MANIFEST).is_symlink() or (path / MANIFEST).exists():
-        check_name(path)
         return Places([path])
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = Places(*candidates(folder, kinds=kinds))
-    if not found.folders and not found.passed_over:
+    found = Places(*candidates(path / "checkpoints" if (path / "checkpoints").is_dir() else path))
+    if not found.folders:
         raise ValueError(f"{path}: no checkpoint here; name a run folder, its checkpoints folder or one of its step_*")
     return found
 
@@ -94,6 +92,7 @@ def _open(path: Path, kinds: Iterable[str] | None, part: tuple[int, int]) -> tup
     """The checkpoint and what is wrong with this part of it. The first part has trainer.json to judge too."""
     try:
         checkpoint = open_checkpoint(path)
+        check_name(path, checkpoint)
         problems = checkpoint.verify(kinds, part=part)
         if part[0] == 0 and not problems:
             check_trainer(checkpoint)

@@ -260,13 +260,12 @@ class Checkpoint:
         problems = [f"{self.path}: holds no files of kind {kind!r}" for kind in sorted(missing)]
         names = [name for name, entry in self.manifest.files.items() if entry.kind in kinds]
         names.sort(key=lambda name: (-self.manifest.files[name].size, name))
-        for name in names[part[0] :: part[1]]:
-            try:
-                self._check_size(name)
-                if checksums:
-                    self._check(name)
-            except ValueError as error:
-                problems.append(str(error))
+        for check in (self._check_size, self._check) if checksums else (self._check_size,):
+            for name in () if problems else names[part[0] :: part[1]]:  # what is not there spares reading the rest
+                try:
+                    check(name)
+                except ValueError as error:
+                    problems.append(str(error))
         return problems
 
     def require(self, *kinds: str) -> None:

@@ -25,6 +25,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from recipes.files import parse_json
+
 FORMAT = "sparse-pretraining-recipes/checkpoint"
 VERSION = 1
 TRAINER_KIND = "trainer"  # the kind of trainer.json, which holds no tensors
@@ -146,8 +148,8 @@ class Manifest:
     def parse(cls, text: str | bytes) -> Self:
         """Read a manifest from an untrusted source. Raises ValueError naming the field that is wrong."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"not JSON: {error}") from error
         if _field(data, "format", str, "manifest") != FORMAT:
             raise ValueError(f"'format' is {data['format']!r:.80}, not {FORMAT!r}")

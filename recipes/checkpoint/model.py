@@ -21,6 +21,7 @@ from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.trainer import check_trainer
 from recipes.config import Config, TransformerImpl
 from recipes.groups import enter
+from recipes.launcher import Ranks
 from recipes.model.gpt import GPT, registry
 from recipes.topology import Layout
 
@@ -67,6 +68,6 @@ def run_folder(checkpoint: Checkpoint) -> Path:
 def _start_alone() -> None:
     """What megatron-core's blocks need in a process without others."""
     apply_all(say=lambda line: None)
-    collectives.start()
+    collectives.start(Ranks())
     enter(Layout(1))
     tensor_parallel.model_parallel_cuda_manual_seed(0)

@@ -8,6 +8,7 @@ written again moves its older self to `.step_N.replaced`, which stands in while 
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -73,49 +74,52 @@ def find_checkpoint(
     Raises ValueError when the step asked for is missing or incomplete, and when there are checkpoints but none is
     complete, so that nobody starts from scratch unknowingly.
     """
-    found, skipped = candidates(checkpoints_dir, step, kinds)
-    if not found and skipped:
+    found, skipped = candidates(checkpoints_dir, step)
+    for path in found:
+        if not (problems := _problems(path, kinds)):
+            return path, skipped
+        skipped += problems
+    if step is not None:
+        raise ValueError("; ".join(skipped))
+    if skipped:
         why = "; ".join(skipped)
         raise ValueError(f"{checkpoints_dir}: no checkpoint is complete: {why}; move the folder away to start anew")
-    return (found[0] if found else None), skipped
+    return None, []
 
 
-def candidates(
-    checkpoints_dir: Path, step: int | None = None, kinds: Iterable[str] | None = None
-) -> tuple[list[Path], list[str]]:
-    """The complete checkpoints, by the sizes of their files: first the one that `latest` names, then the one committed last.
-    And why others are passed over.
+def candidates(checkpoints_dir: Path, step: int | None = None) -> tuple[list[Path], list[str]]:
+    """Where to look for a checkpoint: first what `latest` names, then what was committed last; and what is wrong with `latest`.
 
-    Raises ValueError when the `step` asked for is missing or incomplete.
+    Nothing is known of them but their age: whoever takes one checks it. Raises ValueError when the `step` asked for is not there.
     """
-    kinds = None if kinds is None else tuple(kinds)
     folders = _folders(checkpoints_dir)
     if step is not None:
         if step not in folders:
             there = ", ".join(map(str, sorted(folders))) or "none"
             raise ValueError(f"checkpoint step {step}: not in {checkpoints_dir}; the steps there are: {there}")
-        if problems := _problems(folders[step], step, kinds):
-            raise ValueError("; ".join(problems))
         return [folders[step]], []
-    if not folders:
-        return [], []
-    complete, skipped = _complete(folders, kinds)
-    complete.reverse()
-    try:
-        latest = _read_latest(checkpoints_dir, folders)
-        if latest in complete:
-            complete.remove(latest)
-            return [folders[latest], *(folders[other] for other in complete)], []
-    except ValueError as error:
-        skipped.insert(0, str(error))
-    return [folders[other] for other in complete], skipped
+
+    def age(step: int) -> tuple[float, int]:
+        try:
+            return open_checkpoint(folders[step]).manifest.committed_at, step
+        except ValueError:
+            return math.inf, step  # what cannot be opened is said first
+
+    ordered = sorted(folders, key=age, reverse=True)
+    skipped = []
+    if folders:
+        try:
+            latest = _read_latest(checkpoints_dir, folders)
+            ordered = [latest, *(step for step in ordered if step != latest)]
+        except ValueError as error:
+            skipped.append(str(error))
+    return [folders[step] for step in ordered], skipped
 
 
-def check_name(folder: Path) -> None:
+def check_name(folder: Path, checkpoint: Checkpoint) -> None:
     """Raise ValueError when a folder is called like another step than the one that it holds."""
-    step, held = _step_of(folder), open_checkpoint(folder).step
-    if step not in (None, held):
-        raise ValueError(f"{folder}: the manifest is of step {held}; give the folder its name back")
+    if _step_of(folder) not in (None, checkpoint.step):
+        raise ValueError(f"{folder}: the manifest is of step {checkpoint.step}")
 
 
 def rotate(checkpoints_dir: Path, keep: int, protect: Iterable[Path] = ()) -> list[Path]:
@@ -165,21 +169,20 @@ def _complete(folders: dict[int, Path], kinds: Iterable[str] | None = None) -> t
     """The steps that are complete in the files of `kinds`, oldest commit first, and what is wrong with the others."""
     committed, problems = {}, []
     for step, path in folders.items():
-        if why := _problems(path, step, kinds):
+        if why := _problems(path, kinds):
             problems += why
         else:
             committed[step] = open_checkpoint(path).manifest.committed_at
     return sorted(committed, key=lambda step: (committed[step], step)), problems
 
 
-def _problems(path: Path, step: int, kinds: Iterable[str] | None = None) -> list[str]:
-    """Why the folder is no complete checkpoint of this step; an empty list when it is."""
+def _problems(path: Path, kinds: Iterable[str] | None = None) -> list[str]:
+    """Why the folder is no complete checkpoint, as far as sizes tell, of the step in its name; an empty list when it is."""
     try:
         checkpoint = open_checkpoint(path)
+        check_name(path, checkpoint)
     except ValueError as error:
         return [str(error)]
-    if checkpoint.step != step:
-        return [f"{path}: the manifest is of step {checkpoint.step}"]
     return checkpoint.verify(kinds, checksums=False)
 
 

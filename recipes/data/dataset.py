@@ -177,10 +177,10 @@ def _load(folder: Path, verify: bool | None) -> DatasetInfo:
         how = f"python -m tools.index --verify {folder}"
         return replace(info, note=f"{folder}: {total:,} bytes, of which only sizes were checked; check all by `{how}`")
     for domain, splits in info.domains.items():
-        for split, size in splits.items():
-            for suffix, recorded in _digests(size):
-                _check_content(Path(f"{info.prefix(domain, split)}.{suffix}"), recorded)
-            if size.content is None:
+        for split, recorded in splits.items():
+            for suffix, sha256 in _digests(recorded):
+                _check_content(Path(f"{info.prefix(domain, split)}.{suffix}"), sha256)
+            if recorded.content is None:
                 info.open(domain, split)  # compares what the files say with each other, at least
     if manifest.format_version == 1:
         return replace(info, note=f"{folder}: written by an earlier version, without digests of its files; {AGAIN}")

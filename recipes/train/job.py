@@ -119,11 +119,15 @@ class Job:
         self.first_step = self.start.step + 1
         self.guard = SpikeGuard(config.train)
         self.layout = layout_of(config, ranks.world_size)
-        self.model = GPT(config, self.layout).to(self.device)
-        self.engine = make_engine(self.model, registry(self.model, config), config)
-        self._open_data()
-        notes = [] if self.start.checkpoint is None else self._load(self.start.checkpoint)
-        self._open_telemetry(notes)  # after all that may fail, so that no W&B run is left open
+        try:
+            self.model = GPT(config, self.layout).to(self.device)
+            self.engine = make_engine(self.model, registry(self.model, config), config)
+            self._open_data()
+            notes = [] if self.start.checkpoint is None else self._load(self.start.checkpoint)
+            self._open_telemetry(notes)  # after all that may fail, so that no W&B run is left open
+        except ValueError:
+            self.start.abandon()
+            raise
         self.tokens_per_step = config.train.global_batch_size * config.model.seq_length
         self._remember()
         self.stop = Stop(  # until here a signal ends the process at once: nothing is lost
@@ -144,7 +148,7 @@ class Job:
             records: dict[str, Any] = {"step": {}, "evaluation": {}}
             if self.ranks.rank == 0:
                 for row in read_metrics(self.folder / "metrics.jsonl"):
-                    records["evaluation" if "eval/lm_loss" in row else "step"] = row
+                    records["step" if "lm_loss" in row else "evaluation"] = row
             records = collectives.broadcast_json(records)
             self.last_values = {key: value for key, value in records["step"].items() if key != "step"}
             self.evaluated_step = records["evaluation"].pop("step", 0)

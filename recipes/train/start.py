@@ -53,6 +53,11 @@ class Start:
         """Steps that are done."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.step
 
+    def abandon(self) -> None:
+        """Leave no trace, in the folder, of a job that was refused later."""
+        if self.claim is not None:
+            self.claim.abandon()
+
 
 def decide_start(config: Config, dataset: DatasetInfo) -> Start:
     """Rank 0 claims the run folder; all ranks look at the bytes of the checkpoint; what is refused leaves no trace (a collective).
@@ -106,7 +111,7 @@ def _choose(folder: Path, config: Config) -> Checkpoint | None:
 
     looked = on_rank_zero(look, config)
     found = Places([Path(path) for path in looked["folders"]], looked["passed_over"])
-    if not found.folders and not found.passed_over:
+    if not found.folders:
         return None
     mine = any(path.parents[1] == folder for path in found.folders)
     weights_only = not mine and config.checkpoint.load is CheckpointLoad.weights
@@ -120,12 +125,12 @@ def _places(folder: Path, config: Config) -> Places:
     source = config.checkpoint.load_from
     if config.run.resume is Resume.auto:
         found = Places(*candidates(own_folder(folder / "checkpoints", make=False), config.checkpoint.load_step))
-        if found.folders or found.passed_over:
+        if found.folders:
             return found
         print(f"no checkpoint in {folder}: starting at {source or 'step 1'}", flush=True)
     if source is None:
         return Places([])
-    return places(Path(source).absolute(), WEIGHTS if config.checkpoint.load is CheckpointLoad.weights else None)
+    return places(Path(source).absolute())
 
 
 def _check(start: Start, config: Config, dataset: DatasetInfo) -> list[str]:

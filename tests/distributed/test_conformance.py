@@ -126,8 +126,8 @@ def test_no_two_documents_of_a_batch_begin_alike():
         ("balance_twice_on_last_stage", STAGES, "aux_err", (0.3, 0.7), "layers.3.moe.router.weight"),
         ("tied_copies_not_summed", STAGES, "replica_err", (0.1, 10), "embedding.weight"),
         ("replica_perturbed", layout("tp1 ep2 etp1 dp2", zero=0), "replica_err", (9e-4, 1.1e-3), "layers.0.attention.q.weight"),
-        ("moment_lost", layout("tp2 ep1 etp2 dp1", zero=0), "checkpoint_err", (1e30, math.inf), "layers.0.attention.out.weight"),
-        ("boxes_swapped", layout("tp1 ep2 etp1 dp2", zero=1), "checkpoint_err", (0.1, 10), "experts.5.gate.weight"),
+        ("moment_lost", layout("tp2 ep1 etp2 dp1", zero=0), "checkpoint_err", (0.99, 1.01), "sq/layers.0.attention.out.weight"),
+        ("boxes_swapped", layout("tp1 ep2 etp1 dp2", zero=1), "checkpoint_err", (0.1, 10), "experts.5.up.weight"),
         ("moment_not_loaded", layout("tp1 ep1 etp1 dp2", zero=2), "checkpoint_err", (0.99, 1.01), "weight"),
         ("part_of_another_rank_loaded", layout("tp2 ep2 etp1 dp1", zero=1), "checkpoint_err", (0.1, 10), "0.attention.q.weight"),
         ("steps_not_loaded", STAGES, "checkpoint_err", (1, 1), "applied_steps"),
@@ -141,16 +141,17 @@ def test_a_planted_fault_is_caught_and_named(conformance, plant, wanted, column,
 
 
 @pytest.mark.parametrize(
-    ("plant", "problem"),
+    ("plant", "reason"),
     [
         ("owner_by_true_elements", "the ranks do not agree on which of them writes which part of the model"),
-        ("owner_by_true_elements_unnoticed", "boxes overlap"),
+        ("owner_by_true_elements_unnoticed", "was written by no rank"),
     ],
 )
-def test_ranks_that_decide_alone_who_writes_what_are_caught(conformance, plant, problem):
+def test_ranks_that_decide_alone_who_writes_what_are_caught(conformance, plant, reason):
     """The padding of the vocabulary is on the last tensor-parallel rank."""
     code, (row,) = conformance("dense", 4, layout("tp2 dp2", zero=1), plant=plant)
-    assert code == 1 and not row["ok"] and "CheckpointError" in row["problem"] and problem in row["problem"]
+    assert code == 1 and not row["ok"] and row["problem"] is None and row["grad_err"] < 2e-5
+    assert row["checkpoint_err"] is None and reason in row["worst_tensor"]  # infinity is not in JSON
 
 
 def test_a_layout_that_raises_or_hangs_is_a_row_and_the_sweep_goes_on(conformance, capsys):

@@ -28,6 +28,7 @@ from recipes.groups import enter
 from recipes.launcher import Ranks, rank_environment
 from recipes.model.gpt import GPT, registry
 from recipes.topology import Layout, Role, layout_of
+from recipes.train.batch import model_inputs
 from recipes.train.job import run, start_process
 from tests.tiny import tiny_config
 from tools.conformance.rounding import RandomRounding, term_norms
@@ -73,7 +74,7 @@ def plain_gradients(
     for rows in torch.arange(len(tokens)).split(config.train.micro_batch_size):
         part = tokens[rows]
         with rounding or contextlib.nullcontext():
-            loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mask[rows]).sum() / mask.sum()
+            loss = model(**_inputs(config, part) | {"loss_mask_BS": mask[rows]}).sum() / mask.sum()
             loss.backward()
         total += loss.item()
     return total, model, {p.name: p.read(e.parameter.grad).clone() for e in registry(model, config) for p in e.pieces}
@@ -82,6 +83,10 @@ def plain_gradients(
 def numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """The same as arrays."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def _inputs(config: Config, tokens_BS1: torch.Tensor) -> dict[str, Any]:
+    return model_inputs(tokens_BS1.numpy(), 0, config.data, tokens_BS1.device)
 
 
 def moe_report(model: GPT) -> dict[str, Any]:
@@ -104,10 +109,7 @@ def engine_step(config: Config, rank: int, world_size: int, masked: bool, fault:
     tokens = tiny_tokens(config)
     mask = loss_mask(tokens) if masked else torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     total = mask.sum()
-    batches = [
-        {"tokens_BS": tokens[row, :-1], "labels_BS": tokens[row, 1:].contiguous(), "loss_mask_BS": mask[row]}
-        for row in own_rows(engine, config, rank)
-    ]
+    batches = [_inputs(config, tokens[row]) | {"loss_mask_BS": mask[row]} for row in own_rows(engine, config, rank)]
     loss = engine.accumulate(batches, total).item() / total.item() * model.groups.leads
     norm = engine.gradient_norm()
     grads = engine.gradients()

@@ -85,7 +85,7 @@ class Measured(NamedTuple):
     """Of one rank: losses, gradient norm and routing of the first step, its parts of all tensors, its experts' state at last.
 
     `start` and `updated` are fp32 masters before and after the steps, `held` the weights that the model computes with;
-    `stored`: the checkpoint that was made, `checkpoint`: how far checkpoints are from what this rank holds.
+    `stored`: the checkpoint that was made, if it could be; `checkpoint`: how far checkpoints are from what this rank holds.
     """
 
     lm_loss: float
@@ -271,11 +271,11 @@ def replica_error(boxes: Iterable[Box]) -> Worst:
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """0 if both have the same bits, else the relative difference, which is not 0."""
+    """0 if both have the same bits, else the difference relative to the larger one, which is not 0."""
     if found.tobytes() == expected.tobytes():
         return 0.0
     distance = float(np.linalg.norm(found.astype(np.float64) - expected))
-    error = distance / max(float(np.linalg.norm(expected)), TINY)
+    error = distance / max(float(np.linalg.norm(found)), float(np.linalg.norm(expected)), TINY)
     # Signed zeros, and NaNs, may differ in their bits only.
     return max(error, TINY) if math.isfinite(error) else math.inf
 

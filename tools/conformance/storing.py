@@ -8,6 +8,7 @@ same files in every layout, and each is loaded in the next one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +16,18 @@ import torch
 
 from recipes.checkpoint.format import Checkpoint, open_checkpoint
 from recipes.checkpoint.load import load_engine
-from recipes.checkpoint.save import save
+from recipes.checkpoint.save import CheckpointError, save
 from recipes.config import to_plain
 from recipes.engine import Engine
 from recipes.train.guard import SpikeGuard
 from tools.conformance.compare import NOTHING, Shelf, Worst, difference
 
 
-def put(engine: Engine, guard: SpikeGuard, shelf: Shelf) -> tuple[Path, Worst]:
-    """Save what has been trained (a collective); returns the checkpoint and how far it is from what this rank holds."""
+def put(engine: Engine, guard: SpikeGuard, shelf: Shelf) -> tuple[Path | None, Worst]:
+    """Save what has been trained (a collective); returns the checkpoint and how far it is from what this rank holds.
+
+    When nothing could be saved, which all ranks hear alike, there is none, and the reason stands in place of a tensor.
+    """
     config, layout, moe = engine.model.config, engine.layout, engine.model.moe
     trainer = {
         "step": shelf.step,
@@ -37,7 +41,11 @@ def put(engine: Engine, guard: SpikeGuard, shelf: Shelf) -> tuple[Path, Worst]:
         "tokenizer": "",
         "config": to_plain(config),
     }
-    path = save(shelf.folder, shelf.step, engine, trainer, keep=1, protect=[shelf.previous] if shelf.previous else [])
+    protect = [] if shelf.previous is None else [shelf.previous]
+    try:
+        path = save(shelf.folder, shelf.step, engine, trainer, keep=1, protect=protect)
+    except CheckpointError as error:
+        return None, Worst(math.inf, str(error))
     return path, stored_error(engine, open_checkpoint(path))
 
 

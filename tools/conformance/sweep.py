@@ -140,7 +140,7 @@ class _Measure:
         try:
             measured = pool.run("measure", _settings(case.config(self.small), expected), self.shelf)
             errors = compare(measured, expected, bounds)
-            self.shelf = self.shelf._replace(previous=measured[0].stored)
+            self.shelf = self.shelf._replace(previous=measured[0].stored or self.shelf.previous)
         except JobFailed as failure:
             problem = str(failure)
         return Row(case, time.monotonic() - started, bounds, errors, problem)

@@ -111,7 +111,8 @@ def measure(configs: dict[OptimizerName, Config], shelf: Shelf) -> Measured:
     adamw = _Trial(configs[OptimizerName.adamw], layout, ranks.rank)
     stored, error = storing.put(adamw.engine, adamw, shelf)
     adamw.engine.close()
-    error = error.or_worse(*_loaded(configs[OptimizerName.adamw], layout, shelf.previous or stored))
+    if checkpoint := shelf.previous or stored:
+        error = error.or_worse(*_loaded(configs[OptimizerName.adamw], layout, checkpoint))
     sgd = _Trial(configs[OptimizerName.sgd], layout, ranks.rank)
     sgd.engine.close()
     updated = {OptimizerName.adamw: adamw.updated, OptimizerName.sgd: sgd.updated}

@@ -122,7 +122,7 @@ def test_a_folder_under_the_name_of_another_step_is_refused_by_name(tmp_path: Pa
     path = stored(tmp_path, 4)
     path.rename(tmp_path / "step_00000009")
     with pytest.raises(ValueError, match="step_00000009: the manifest is of step 4"):
-        places(tmp_path / "step_00000009")
+        sound(places(tmp_path / "step_00000009"), ("model", "trainer"), print)
     (tmp_path / "step_00000009").rename(tmp_path / "best")
     assert sound(places(tmp_path / "best"), ("model", "trainer"), print).step == 4
 

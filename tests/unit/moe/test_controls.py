@@ -58,3 +58,12 @@ def test_chance_depends_on_the_tokens_so_far_and_on_nothing_else():
     swapped = tokens_BS[:, [1, 0, *range(2, 20)]]
     order_matters = (tokens_BS[:, 0] != tokens_BS[:, 1])[:, None]
     assert ((prefix_keys(swapped)[:, 2:] != keys_BS[:, 2:]) == order_matters).all()
+
+
+def test_chance_starts_anew_with_each_document():
+    tokens_BS = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+    keys_BS = prefix_keys(tokens_BS, [[7, 1, 12], [20]])
+    for begin, end in ((0, 7), (7, 8), (8, 20)):
+        assert torch.equal(keys_BS[0, begin:end], prefix_keys(tokens_BS[:1, begin:end])[0])
+    assert torch.equal(keys_BS[1], prefix_keys(tokens_BS)[1])
+    assert (keys_BS[0, 7:] != prefix_keys(tokens_BS)[0, 7:]).all()

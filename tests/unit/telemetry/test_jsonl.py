@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 
@@ -97,3 +98,34 @@ def test_a_broken_line_inside_is_named_and_nothing_is_lost(tmp_path, line):
     with pytest.raises(ValueError, match="line 2"):
         MetricsFile(path, resume_step=3)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"step": 2, "x": ' + "[" * 500 + "]" * 500 + "}",
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": 9223372036854775808}',
+        '{"step": 2, "lm_loss": NaN}',
+        '{"step": 2, "lm_loss": 1e999}',
+        '{"step": 2, "nonfinite": 3}',
+        '{"step": 2, "nonfinite": {"lm_loss": "a lot"}}',
+        '{"step": 2, "nonfinite": {"lm_loss": [1]}}',
+    ],
+)
+def test_a_line_that_was_not_written_here_is_refused_by_number(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    for use in (read_metrics, lambda path: MetricsFile(path, resume_step=3)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object with an integer 'step'"):
+            use(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(path := tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_metrics(path)
+    with pytest.raises(ValueError, match="no regular file"):
+        MetricsFile(path, resume_step=1)

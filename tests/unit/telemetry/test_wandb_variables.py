@@ -73,7 +73,7 @@ def test_runs_that_are_started_have_an_identity_of_their_own(tmp_path, monkeypat
     job.start()
     assert job.process is not None and job.process.wait(30) == 0
     assert seen.read_text() == "WANDB_PROJECT"
-    (tmp_path / "summary.json").touch()
+    (tmp_path / "summary.json").write_text("{}")
     run_to_end([sys.executable, "-c", write.format(tmp_path / "arm")], "arm", tmp_path)
     assert (tmp_path / "arm").read_text() == "WANDB_PROJECT"
 

@@ -12,7 +12,7 @@ from recipes.data.dataset import load_dataset
 from recipes.data.loader import EvalSet
 from recipes.description import check_description
 from recipes.telemetry.jsonl import read_metrics
-from tools.evaluate import Score, size
+from tools.evaluate import Score, score, size
 from tools.index import main as index
 
 EVALUATE = "tools.evaluate"
@@ -218,3 +218,13 @@ def test_descriptions_come_back_from_plain_values(trained):
     plain["telemetry"]["profile_steps"], plain["data"]["domain_weights"] = [1, 2], {"en": 1}
     again = check_description(plain)
     assert to_plain(again) == plain and type(again.data.domain_weights["en"]) is float
+
+
+def test_a_loss_that_is_not_finite_is_an_error(trained, monkeypatch):
+    dataset = load_dataset(trained.data)
+    sets = {name: EvalSet(dataset.open(name, "valid"), 16, 2, 2) for name in ("en", "ja")}
+    for value in (math.nan, math.inf):
+        losses = {"en": 5.0, "ja": value, "": value}
+        monkeypatch.setattr("recipes.train.evaluate.evaluate", lambda *_, losses=losses: losses)
+        with pytest.raises(ValueError, match=f"the loss of ja is {value}: its training has diverged"):
+            score(None, sets, dataset.eod, DataConfig(), dict.fromkeys(sets))

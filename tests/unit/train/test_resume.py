@@ -18,7 +18,7 @@ from recipes.config import CheckpointLoad, Config, DecayStyle, to_plain
 from recipes.data import identity
 from recipes.data.dataset import DatasetInfo, load_dataset
 from recipes.data.synthetic import write_dataset
-from recipes.description import read_description
+from recipes.description import check_description, read_description
 from recipes.fields import CONTENT, TOKENIZER, OnResume, Said, classes
 from recipes.logical import logical_tensors
 from recipes.train.resume import check_resume, check_start
@@ -364,6 +364,14 @@ def test_a_start_from_weights_needs_tensors_and_ids_alone(data, checkpoint):
 def test_what_cannot_mean_anything_is_refused_before_the_start(changes, message, tmp_path):
     config = tiny_moe_config(data__path=None, **changes)
     assert any(message in found for found in problems(copy.deepcopy(config), 1, launch_dir=tmp_path, dry_run=True))
+
+
+def test_a_description_of_an_earlier_version_is_read_and_one_of_today_is_not_like_it():
+    plain = to_plain(Config())
+    plain["checkpoint"]["override_schedule"] = False
+    del plain["run"]["resume_with"], plain["checkpoint"]["load"]
+    assert check_description(plain) == Config()
+    assert "checkpoint.override_schedule: is no longer a key" in read_description(plain)[1][0]
 
 
 def test_the_former_key_names_its_successor():
