@@ -289,22 +289,33 @@ def text(draw: random.Random, folder: Path, other: Path) -> str:
     return f"{path.name}: {value[:20]!r}"
 
 
-def signed_value(draw: random.Random, folder: Path, other: Path) -> str:
-    """A value that other files contradict, in a dataset.json whose digest is right."""
-    values = read(folder)
-    split = values["domains"]["ja"]["splits"]["train"]
-    tokenizer = [(values["tokenizer"], key) for key in ("eod", "vocab_size", "fingerprint", "file", "files")]
-    files = [(values, "dtype"), (values, "domains"), (split, "documents"), (split, "tokens"), (split, "content")]
-    digests = [(split["text"], "bytes"), (split["text"], "sha256"), (split["content"], "idx")]
-    container, key = draw.choice([*tokenizer, *files, *digests])
+def set_signed(draw: random.Random, folder: Path, values: Any, candidates: list[tuple[Any, str]]) -> str:
+    """Another value at one of the places, in a dataset.json whose digest is right."""
+    container, key = draw.choice(candidates)
     old = container[key]
-    near = [old + 1, old - 1, 2 * old] if isinstance(old, int) else []
-    value = draw.choice(
-        [value for value in [*EVIL_VALUES, *near] if value != old and not (key == "file" and value is None)]
+    evil = [value for value in EVIL_VALUES if value != old and not (key == "file" and value is None)]
+    value = (
+        draw.choice([old + 1, abs(old - 1), 2 * old])
+        if isinstance(old, int) and draw.random() < 0.7
+        else draw.choice(evil)
     )
     container[key] = value
     rewrite(folder, values, sign=True)
     return f"{key}={value!r:.40}"
+
+
+def signed_tokenizer(draw: random.Random, folder: Path, other: Path) -> str:
+    values = read(folder)
+    keys = ("eod", "eod", "vocab_size", "fingerprint", "file", "files")
+    return set_signed(draw, folder, values, [(values["tokenizer"], key) for key in keys])
+
+
+def signed_sizes(draw: random.Random, folder: Path, other: Path) -> str:
+    values = read(folder)
+    split = values["domains"]["ja"]["splits"]["train"]
+    sizes = [(values, "dtype"), (values, "domains"), (split, "documents"), (split, "tokens"), (split["text"], "bytes")]
+    digests = [(split, "content"), (split["text"], "sha256"), (split["content"], "idx")]
+    return set_signed(draw, folder, values, sizes + digests)
 
 
 def sign_file(folder: Path, path: Path) -> None:
@@ -347,4 +358,6 @@ def signed_ids(draw: random.Random, folder: Path, other: Path) -> str:
 Change = Callable[[random.Random, Path, Path], str]
 UNSIGNED: list[Change] = [flip_header, resize, replace, set_value, drop_key, rename_domain, text]
 UNSIGNED_KINDS = {change.__name__: change for change in UNSIGNED}
-KINDS = UNSIGNED_KINDS | {c.__name__: c for c in (flip, swap, stray, signed_value, signed_index, signed_ids)}
+KINDS = UNSIGNED_KINDS | {
+    c.__name__: c for c in (flip, swap, stray, signed_tokenizer, signed_sizes, signed_index, signed_ids)
+}
