@@ -24,10 +24,24 @@ from typing import Any
 
 RANKS = 2
 
-# Autograd asks for a device guard and for the hooks of the accelerator, of which a build without CUDA has none. Torch looks for
-# the hooks once, when it is imported.
-_GUARD = """
+# Autograd asks for the hooks of the accelerator, which torch looks for once, when it is imported, and for a device guard. A build
+# without CUDA has none; one with CUDA has some, which find no device.
+_SOURCE = """
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace at {
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return false; }
+  bool hasPrimaryContext(DeviceIndex) const override { return false; }
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
+};
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
+}
 namespace {
 using namespace c10;
 struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
@@ -42,42 +56,27 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   bool queryEvent(void*) const override { return true; }
 };
 const Guard guard;
-const impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
 }
-"""
-_HOOKS = """
-#include <ATen/detail/CUDAHooksInterface.h>
-namespace at {
-struct Hooks : CUDAHooksInterface {
-  Hooks(CUDAHooksArgs) {}
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return false; }
-  bool hasPrimaryContext(DeviceIndex) const override { return false; }
-};
-struct CUDAHooks : Hooks { using Hooks::Hooks; };
-REGISTER_CUDA_HOOKS(CUDAHooks);
-}
+extern "C" void set_guard() { impl::DeviceGuardImplRegistrar(DeviceType::CUDA, &guard); }
 """
 
 
 def pretend() -> None:
-    """Give torch, which must not be imported yet, what it asks of CUDA. Takes seconds, of a compiler."""
+    """Import torch, and give it what it asks of CUDA. Takes seconds, of a compiler."""
     assert "torch" not in sys.modules
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     home = Path(spec.origin).parent
-    built_with_cuda = (home / "lib" / "libtorch_cuda.so").exists()  # it has hooks, and a guard that finds no device
-    ctypes.CDLL(str(home / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    if built_with_cuda:
-        import torch  # noqa: F401 - its own guard first
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "pretend.cpp"), Path(folder, "pretend.so")
-        source.write_text(_GUARD + ("" if built_with_cuda else _HOOKS))
+        source.write_text(_SOURCE)
         flags = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{home}/include", f"-L{home}/lib", "-lc10", "-ltorch_cpu"]
         subprocess.run([os.environ.get("CXX", "c++"), str(source), "-o", str(library), *flags], check=True)
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(home / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401 - its own guard, if it has one, is set by this
+
+    loaded.set_guard()
 
 
 if __name__ == "__main__":
