@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from recipes.config import PosteriorForm
+from recipes.data.packing import Documents
 
 
 def evidence(log_probs_EBS: torch.Tensor, form: PosteriorForm) -> torch.Tensor:
@@ -28,12 +29,20 @@ def expert_log_weights(
     form: PosteriorForm,
     updating: float | None = None,
     top_k: int | None = None,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
-    """log p(D = j | x_<t): fp64 [E, B, S].
+    """log p(D = j | x_<t): fp64 [E, B, S]. With `documents` x_<t is what lies before in the same one, else in the sequence.
 
     updating: None leaves the prior as it is; else the prior of the next position is (1 - updating) of this one's and
     `updating` of the posterior at this one. top_k: see `keep_top`.
     """
+    if documents is not None:
+        settings = (log_prior_E, form, updating, top_k)
+        found = []
+        for lengths, sequence_E1S in zip(documents, log_probs_EBS.split(1, dim=1), strict=True):
+            parts = [expert_log_weights(part, *settings) for part in sequence_E1S.split(lengths, dim=2)]
+            found.append(torch.cat(parts, dim=2))
+        return torch.cat(found, dim=1)
     before_EBS, prior_E1 = evidence(log_probs_EBS, form), log_prior_E.double()[:, None]
     if updating is None:
         log_weights_EBS = (before_EBS + prior_E1[..., None]).log_softmax(dim=0)

@@ -40,10 +40,10 @@ class Weighing:
     updating: float | None
     top_k: int | None
 
-    def log_weights(self, log_probs_EBS: torch.Tensor) -> torch.Tensor:
+    def log_weights(self, log_probs_EBS: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """fp64 [E, B, S]."""
         log_prior_E = torch.tensor(self.prior, dtype=torch.float64, device=log_probs_EBS.device).log()
-        return expert_log_weights(log_probs_EBS, log_prior_E, self.form, self.updating, self.top_k)
+        return expert_log_weights(log_probs_EBS, log_prior_E, self.form, self.updating, self.top_k, documents)
 
 
 class Ensemble(nn.Module):
@@ -66,7 +66,7 @@ class Ensemble(nn.Module):
         # The last position has no label here, and its own is never part of its evidence.
         labels_SB1 = torch.cat((tokens_BS[:, 1:], tokens_BS[:, :1]), dim=1).T[..., None]
         known_EBS = torch.stack([a_SBV.gather(-1, labels_SB1)[..., 0].T for a_SBV in answers_ESBV])
-        weights_ESB1 = self.weighing.log_weights(known_EBS).transpose(1, 2)[..., None]
+        weights_ESB1 = self.weighing.log_weights(known_EBS, documents).transpose(1, 2)[..., None]
         return mixture(answers_ESBV, weights_ESB1).float()
 
     def forward(
@@ -82,7 +82,7 @@ class Ensemble(nn.Module):
         known_EBS = torch.stack(
             [-_losses(e, labels_BS, tokens_BS, positions_BS, documents, real_B) for e in self.experts]
         )
-        losses_BS = -mixture(known_EBS, self.weighing.log_weights(known_EBS))
+        losses_BS = -mixture(known_EBS, self.weighing.log_weights(known_EBS, documents))
         losses_B = (losses_BS if loss_mask_BS is None else losses_BS * loss_mask_BS).sum(dim=1).float()
         return losses_B if real_B is None else losses_B.where(real_B, 0.0)
 

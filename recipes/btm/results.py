@@ -23,6 +23,7 @@ from recipes.btm.stages import Artefact, digest, digest_files, digest_folder
 from recipes.checkpoint.load import load_weights
 from recipes.checkpoint.model import open_model
 from recipes.config import BtmStage, ExpertPrior, PosteriorForm, SplitBy
+from recipes.data.packing import Documents
 from recipes.files import replace_bytes
 from recipes.model.gpt import GPT, registry
 from recipes.plan.size import flops_per_token
@@ -90,12 +91,13 @@ def ensembles(
     form: PosteriorForm,
     prior: ExpertPrior,
     top_k: int | None,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
-    """log p of the ensemble's tokens, [N, S]. `prior_E`: the cached prior, where it is used."""
+    """log p of the ensemble's tokens, [N, S]. `prior_E`: the cached prior, where it is used; `documents`: to be told apart."""
     experts = len(log_probs_ENS)
     log_prior_E = prior_E.log() if prior is ExpertPrior.cached else uniform_log_prior(experts)
     updating = decay if prior is ExpertPrior.updating else None
-    return mixture(log_probs_ENS, expert_log_weights(log_probs_ENS, log_prior_E, form, updating, top_k))
+    return mixture(log_probs_ENS, expert_log_weights(log_probs_ENS, log_prior_E, form, updating, top_k, documents))
 
 
 class Evaluation:
@@ -120,7 +122,10 @@ class Evaluation:
             log_probs_ENS = self.scores.stacked(names, domain, "evaluation", BtmStage.evaluate)
             cached = self.scores.prior(names, domain, BtmStage.evaluate)
             prior_E = torch.tensor([cached[name] for name in names], dtype=torch.float64)
-            found[domain] = ensembles(log_probs_ENS, prior_E, self.config.btm.prior_decay, form, prior, top_k)
+            documents = self.scores.documents(domain)
+            found[domain] = ensembles(
+                log_probs_ENS, prior_E, self.config.btm.prior_decay, form, prior, top_k, documents
+            )
         return perplexities(found, self.counts)
 
     def variants(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -305,7 +310,10 @@ def posteriors(evaluation: Evaluation) -> dict[str, torch.Tensor]:
     for domain in evaluation.domains:
         log_probs_ENS = evaluation.scores.stacked(names, domain, "evaluation", BtmStage.evaluate)[:, :1]
         form = evaluation.config.btm.form
-        found[domain] = expert_log_weights(log_probs_ENS, uniform_log_prior(len(names)), form)[:, 0].exp()
+        documents = evaluation.scores.documents(domain)
+        first = None if documents is None else documents[:1]
+        uniform_E = uniform_log_prior(len(names))
+        found[domain] = expert_log_weights(log_probs_ENS, uniform_E, form, documents=first)[:, 0].exp()
     return found
 
 

@@ -26,7 +26,7 @@ from recipes.btm.stages import Artefact, digest_files
 from recipes.config import BtmStage, Config, DataConfig
 from recipes.data.dataset import DatasetInfo
 from recipes.data.indexed import num_windows
-from recipes.data.packing import Documents
+from recipes.data.packing import Documents, pack
 from recipes.files import replace_bytes
 from recipes.model.gpt import GPT
 from recipes.model.loss import losses_of_logits
@@ -169,6 +169,12 @@ class Scores:
             self.domains.append(domain)
         development = self.stacked(names, domain, "development", stage)
         return dict(zip(names, cached_prior(development, self.config.btm.prior_decay).tolist(), strict=True))
+
+    def documents(self, domain: str) -> Documents | None:
+        """The documents of the evaluation, where models are told of them."""
+        if not self.config.data.reset_attention_mask:
+            return None
+        return pack(self.text(domain).evaluation_NS1, self.pipeline.info.eod).document_lengths
 
     def counted(self, domain: str) -> torch.Tensor:
         """Which labels of the evaluation count."""

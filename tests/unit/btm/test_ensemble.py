@@ -83,3 +83,18 @@ def test_a_certain_expert_is_heard_although_another_is_sure_of_nothing():
     """An expert that excludes a token must not silence the ensemble."""
     mixed = ensemble.mixture(torch.tensor([[-torch.inf], [-2.0]]), torch.tensor([[0.5], [0.5]]).log())
     assert float(mixed) == pytest.approx(-2.0 - 0.6931471805599453)
+
+
+@pytest.mark.parametrize(("form", "updating"), itertools.product(PosteriorForm, (None, 0.3)))
+def test_evidence_starts_anew_with_each_document(form, updating):
+    log_probs_EBS, documents = log_probs(), [[4, 1, 4], [9], [2, 7]]
+    log_prior_E = torch.tensor([0.4, 0.1, 0.25, 0.05, 0.2]).double().log()
+    found = ensemble.expert_log_weights(log_probs_EBS, log_prior_E, form, updating, 3, documents)
+    for sequence, lengths in enumerate(documents):
+        for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+            part = slice(end - length, end)
+            alone = log_probs_EBS[:, sequence : sequence + 1, part]
+            expected = ensemble.expert_log_weights(alone, log_prior_E, form, updating, 3)
+            torch.testing.assert_close(found[:, sequence, part], expected[:, 0], rtol=0, atol=0)
+    together = ensemble.expert_log_weights(log_probs_EBS, log_prior_E, form, updating, 3)
+    assert torch.equal(found[:, 1], together[:, 1]) and not torch.equal(found[:, 0], together[:, 0])

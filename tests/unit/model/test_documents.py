@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.config import DataConfig, Recompute, RouterType
+from recipes.config import DataConfig, PosteriorForm, Recompute, RouterType
 from tests.ranks import forked
 from tests.tiny import tiny_config, tiny_moe_config
 
@@ -109,6 +109,7 @@ ROUTERS = {
     "top-2": RouterType.topk,
     "hash": RouterType.hash,
     "random": RouterType.random,
+    "ensemble": None,
 }
 
 
@@ -116,6 +117,7 @@ ROUTERS = {
 @pytest.mark.parametrize("reset_position_ids", [True, False])
 @forked
 def test_the_document_before_moves_no_logits(router, reset_position_ids):
+    from recipes.btm.model import Ensemble, Weighing
     from recipes.model.gpt import GPT
     from recipes.train.batch import logit_inputs, model_inputs
 
@@ -125,7 +127,11 @@ def test_the_document_before_moves_no_logits(router, reset_position_ids):
     else:
         config = tiny_moe_config(**SEPARATE, moe__moe_layer_freq=1, moe__moe_router_type=kind)
     config.data.reset_position_ids = reset_position_ids
-    model = GPT(config).eval()
+    model: Any = GPT(config).eval()
+    if router == "ensemble":
+        config.run.seed += 1
+        weighing = Weighing(PosteriorForm.cumulative, (0.5, 0.5), None, None)
+        model = Ensemble([model, GPT(config).eval()], weighing)
     ids_BS1 = torch.randint(1, 60, (2, 17), generator=torch.Generator().manual_seed(4)).numpy()
     ids_BS1[:, 6] = 0
     before = model.logits(**logit_inputs(model_inputs(ids_BS1, 0, config.data, torch.device("cpu"))))
