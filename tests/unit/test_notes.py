@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes.config import RouterType
+from recipes.launcher import Ranks
 from recipes.pretrain import main
 from recipes.validation.notes import notes
 from tests.tiny import tiny_config, tiny_moe_config
@@ -47,7 +48,8 @@ def test_the_command_line_says_it_once(capsys, monkeypatch):
     assert main([*plan, "--dry-run"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert len(said) == 2 and "capacity_factor=1.25" in said[0] and "reset_position_ids=true" in said[1]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = Ranks(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1024)
+    for name, value in other.environment().items():
+        monkeypatch.setenv(name, value)
     assert main([*plan, "--dry-run"]) == 0
     assert "note:" not in capsys.readouterr().err
