@@ -305,11 +305,13 @@ def step(stage: int, offload: bool, bf16: bool = True) -> Callable[[], None]:
     def case() -> None:
         from recipes.checkpoint.save import _owned_boxes
         from recipes.config import Precision
+        from recipes.placement import owners
 
         precision = Precision.bf16 if bf16 else Precision.fp32
         engine = trained(zero__stage=stage, zero__offload_optimizer=offload, train__precision=precision)
         assert engine.wrapper is not None and engine.offloaded == offload
-        boxes = [box for kind in _owned_boxes(engine, 0, RANKS).values() for box in kind]
+        owner = owners(engine.model.config, engine.layout)
+        boxes = [box for kind in _owned_boxes(engine, owner).values() for box in kind]
         assert boxes and {box.tensor.device.type for box in boxes} == {"cpu"}, "boxes stay on the device"
 
     return case
