@@ -62,7 +62,7 @@ def check_trainer(checkpoint: Checkpoint) -> Config:
     try:
         state = read_record(TrainerState, checkpoint.trainer)
         _check_ranges(state, checkpoint.step)
-        config = _config(checkpoint)
+        config = _config(checkpoint, state.world_size)
         _check_experts(state.moe, config)
     except ValueError as error:
         text = str(error)
@@ -92,7 +92,7 @@ def _check_ranges(state: TrainerState, step: int) -> None:
         raise ValueError(f"wandb_run_id={run_id!r:.80} is no id of a W&B run")
 
 
-def _config(checkpoint: Checkpoint) -> Config:
+def _config(checkpoint: Checkpoint, world_size: int) -> Config:
     """The description, after bounds by what the files hold, so that neither checking nor building it takes more."""
     plain, stored = checkpoint.trainer.get("config"), checkpoint.tensors(MODEL)
     config = check_description(plain)
@@ -100,7 +100,7 @@ def _config(checkpoint: Checkpoint) -> Config:
     if model.vocab_size is None or max(model.num_layers, *experts) > len(stored):
         sizes = f"vocab_size={model.vocab_size}, num_layers={model.num_layers}, up to {max(experts)} experts"
         raise ValueError(f"config: {sizes} cannot be those of a model of {len(stored)} tensors")
-    config = from_stored(plain)
+    config = from_stored(plain, world_size)
     if sum(expert_counts(config).values()) > len(stored):
         raise ValueError(f"config: more experts than the model has tensors, {len(stored)}")
     described = {tensor.name: (tensor.shape, torch.float32) for tensor in logical_tensors(config).values()}

@@ -59,14 +59,16 @@ def problems(config: Config, world_size: int, *, launch_dir: Path, dry_run: bool
     return found
 
 
-def from_stored(plain: Any) -> Config:
+def from_stored(plain: Any, world_size: int | None = None) -> Config:
     """The description that a run has left, out of plain JSON or YAML: its values and its model checked like a command line.
 
-    Which layer implementation this machine has is no property of it. Raises ValueError naming the key.
+    `world_size`: ranks of that run, where the description leaves its data-parallel size open. Which layer implementation this
+    machine has is no property of it. Raises ValueError naming the key.
     """
     config = check_description(plain)
     portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
-    world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
+    if world_size is None or config.parallel.data_parallel_size is not None:
+        world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
     if world_size > MAX_RANKS:
         raise ValueError(f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}")
     if found := [problem for check in _OF_MODEL for problem in check(portable, world_size)]:
