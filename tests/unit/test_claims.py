@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import Config
+from recipes.fields import CONTENT, TOKENIZER
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("recipes", "tools", "patches", "tests", "hydra_conf", "results")
@@ -21,6 +22,7 @@ KEYS = {
     for group in dataclasses.fields(Config)
     for field in dataclasses.fields(group.default_factory)  # type: ignore[arg-type, type-var]
 }
+KEYS |= {TOKENIZER, CONTENT}  # what a resumed run may name besides them
 GROUPS = {key.partition(".")[0] for key in KEYS}
 _TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
 _KEY = re.compile(rf"(?<![\w./-])({'|'.join(GROUPS)})\.([a-z]\w*)(?![\w(/]|\.\w)")
