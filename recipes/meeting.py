@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
 import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from recipes.launcher import Ranks
+from recipes.process import readable
 
 _HELLO = "sparse-pretraining-recipes"
 _LONGEST = 1 << 16  # bytes of a line
@@ -62,7 +62,7 @@ class Meeting:
             if time.monotonic() > deadline:
                 shown = ", ".join(map(str, sorted(missing)[:8]))
                 self._refuse(f"of {self.ranks.world_size} ranks {shown} did not come within {limit:.0f} s")
-            if select.select([self.server], [], [], 0.2)[0]:
+            if readable(self.server, 0.2):
                 self._receive()
         members = [self.member, *(member for _, member in self._came.values())]
         if problem := problem_of(members):

@@ -92,10 +92,17 @@ def _hear(receiver: socket.socket, launchers: Launchers) -> NoReturn:
             alive = False
             tell(f"{name()}: {gone}; this rank ends as by SIGTERM")
             os.kill(os.getpid(), signal.SIGTERM)
-        if select.select([receiver], [], [], _LOOK_EVERY)[0]:
+        if readable(receiver, _LOOK_EVERY):
             number = receiver.recv(1)[0]
             if number in SIGNALS:
                 _tell(signal.Signals(number))
+
+
+def readable(receiver: socket.socket, seconds: float) -> bool:
+    """Whether something comes within `seconds`, in a process with any number of open files."""
+    poll = select.poll()
+    poll.register(receiver, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _tell(number: signal.Signals) -> None:

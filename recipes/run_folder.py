@@ -25,6 +25,13 @@ def fresh_folder(name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
+def discard(folder: Path) -> None:
+    """Remove a `fresh_folder`, and `outputs` around it, unless somebody has put something there."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 class RunFolder:
     """`run.dir`, or a fresh folder, locked for this job; `shared`: for all jobs that share it.
 

@@ -158,15 +158,20 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from recipes.run_folder import fresh_folder
+    from recipes.run_folder import discard, fresh_folder
     from recipes.telemetry.summary import write_json
     from tools.arms import shared_overrides, train
     from tools.report.__main__ import report
     from tools.report.runs import read_run
 
-    folder = arguments.runs or fresh_folder("quickstart")
     overrides = shared_overrides(arguments)
-    todo = arms(overrides, arguments.seeds, folder)
+    folder = arguments.runs or fresh_folder("quickstart")
+    try:
+        todo = arms(overrides, arguments.seeds, folder)
+    except ValueError:
+        if arguments.runs is None:
+            discard(folder)
+        raise
     arguments.out.mkdir(parents=True, exist_ok=True)  # not to find out after the training that it cannot be made
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     for number, arm in enumerate(todo, start=1):
