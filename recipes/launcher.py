@@ -6,6 +6,7 @@ environ  -> rank_environment -> Ranks, from torchrun or deepspeed, else mpirun, 
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import re
 import socket
@@ -304,11 +305,14 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-_reserved: list[socket.socket] = []
+_reserved: collections.deque[socket.socket] = collections.deque(maxlen=256)  # a dropped one is closed
 
 
 def free_port() -> int:
-    """A TCP port on which nobody listens, and which no other call on this host returns while this process lives."""
+    """A TCP port on which nobody listens, and which no other call on this host returns while this process lives.
+
+    Of a process that asks for more than 256 the oldest are given up.
+    """
     reservation = socket.socket()
     # Bound without listening, it keeps the port from those who ask for any, not from a server that asks for this one.
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,7 +22,7 @@ STATE: dict[str, Any] = {
     "step": 4,
     "consumed_samples": 32,
     "applied_steps": 3,
-    "world_size": 2,
+    "world_size": 1,
     "tensor_parallel_size": 1,
     "guard": {"accepted": [1.5, 2], "skipped": 1, "in_a_row": 0},
     "moe": {"previous_counts": [[1, 2, 3, 4]], "bias": [[0.0, 0.5, -0.5, 0.0]], "steps": 4},
