@@ -131,11 +131,7 @@ class _Reader:
 
     def record(self, kind: Any, value: dict, key: str) -> Any:
         """An instance of any dataclass; None when the value has a problem."""
-        hints, before, prefix = (
-            typing.get_type_hints(kind, include_extras=True),
-            len(self.found),
-            f"{key}." if key else "",
-        )
+        hints, before, prefix = _hints(kind), len(self.found), f"{key}." if key else ""
         needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
         self.found += [f"{prefix}{name}: is missing" for name in needed if name not in value]
         read = {name: self.value(hint, value[name], f"{prefix}{name}") for name, hint in hints.items() if name in value}

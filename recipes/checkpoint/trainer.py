@@ -14,7 +14,7 @@ from recipes.checkpoint.format import MODEL, OPTIMIZER, TRAINER, Checkpoint
 from recipes.config import Config
 from recipes.description import check_description, read_record
 from recipes.logical import expert_counts, logical_tensors, padded_vocab_size
-from recipes.validation import from_stored
+from recipes.validation import check_stored
 
 _MAX_COUNT = 2**53  # of steps, samples, tokens: below it counts are exact as numbers of any type
 _MAX_PADDING = 1 << 14  # rows of the embedding that no file holds, of a small vocabulary
@@ -100,7 +100,7 @@ def _config(checkpoint: Checkpoint, world_size: int) -> Config:
     if model.vocab_size is None or max(model.num_layers, *experts) > len(stored):
         sizes = f"vocab_size={model.vocab_size}, num_layers={model.num_layers}, up to {max(experts)} experts"
         raise ValueError(f"config: {sizes} cannot be those of a model of {len(stored)} tensors")
-    config = from_stored(plain, world_size)
+    check_stored(config, world_size)
     if sum(expert_counts(config).values()) > len(stored):
         raise ValueError(f"config: more experts than the model has tensors, {len(stored)}")
     described = {tensor.name: (tensor.shape, torch.float32) for tensor in logical_tensors(config).values()}

@@ -28,7 +28,7 @@ from recipes.validation.limits import check_ranges
 from recipes.validation.pipeline import check_pipeline, check_recompute
 from recipes.validation.settings import check_model, check_schedule, check_telemetry, check_train, check_zero
 
-__all__ = ["from_stored", "prepare", "problems"]
+__all__ = ["check_stored", "from_stored", "prepare", "problems"]
 
 MAX_RANKS = 2**22
 # What a model and its batches need, and what only a run does: `prepare` fills in values of the latter that nobody could give.
@@ -66,6 +66,12 @@ def from_stored(plain: Any, world_size: int | None = None) -> Config:
     machine has is no property of it. Raises ValueError naming the key.
     """
     config = check_description(plain)
+    check_stored(config, world_size)
+    return config
+
+
+def check_stored(config: Config, world_size: int | None) -> None:
+    """The second half of `from_stored`: whether the values fit each other. Raises ValueError naming the key."""
     portable = replace(config, model=replace(config.model, transformer_impl=TransformerImpl.auto))
     if world_size is None or config.parallel.data_parallel_size is not None:
         world_size = (config.parallel.data_parallel_size or 1) * model_parallel_size(config)
@@ -73,7 +79,6 @@ def from_stored(plain: Any, world_size: int | None = None) -> Config:
         raise ValueError(f"{world_size} ranks (data x tensor x pipeline parallel) must be at most {MAX_RANKS}")
     if found := [problem for check in _OF_MODEL for problem in check(portable, world_size)]:
         raise ValueError("; ".join(found[:3]))
-    return config
 
 
 def prepare(config: Config, world_size: int, *, launch_dir: Path) -> Config:
